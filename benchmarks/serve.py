@@ -1,0 +1,236 @@
+"""How fast does the engine decode on this machine's CPU, against transformers' own generation?
+
+Both sides: same weights in fp32, same prompts, greedy, forced lengths, same threads, one process. Each side is
+warmed up; then the sides take turns and the median run counts. Work is counted in output tokens that were asked
+for, so padding earns nothing.
+
+The peer of a case is the faster of `generate_batch` (transformers' continuous batching, at most 16 at a time, its
+manager kept alive between runs) and padded `generate` (batches of 16 in order of arrival); one stream is `generate`.
+Prefix caching is off on our side, since every run repeats its prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+import torch
+
+from thinkfold import AsyncEngine, EngineConfig, SamplingParams, ThinkingParams
+from thinkfold.cli import rows
+from thinkfold.llm import collect
+from thinkfold.pebble import pebble_path, problems
+
+AT_A_TIME = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request: prompt ids and the number of tokens to generate."""
+
+    prompt: list[int]
+    length: int
+
+
+class Side(Protocol):
+    """Something that does work; `run` returns when all of it is done."""
+
+    name: str
+
+    def run(self, work: Sequence[Work]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Thinkfold:
+    """Our engine in this process, one task a request."""
+
+    name = "thinkfold"
+
+    def __init__(self, model: str, at_a_time: int) -> None:
+        self._runner = asyncio.Runner()
+        config = EngineConfig(
+            model=model, device="cpu", dtype="float32", max_num_seqs=at_a_time, enable_prefix_caching=False
+        )
+        self._engine = self._runner.run(AsyncEngine.start(config))
+
+    def encode(self, question: str) -> list[int]:
+        return self._engine.prompts.encode_chat([{"role": "user", "content": question}])
+
+    def run(self, work: Sequence[Work]) -> None:
+        async def everything() -> list[int]:
+            outputs = await asyncio.gather(*(self._one(item) for item in work))
+            return [output.outputs[0].num_output_tokens for output in outputs]
+
+        produced = self._runner.run(everything())
+        check_lengths(self.name, produced, work)
+
+    async def _one(self, item: Work) -> Any:
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=item.length)
+        return await collect(self._engine, item.prompt, sampling, ThinkingParams(thinking_token_budget=-1))
+
+    def close(self) -> None:
+        self._runner.run(self._engine.stop())
+        self._runner.close()
+
+
+class PaddedGenerate:
+    """`model.generate` over left-padded batches; a batch runs to its longest request."""
+
+    name = "generate"
+
+    def __init__(self, model: Any, at_a_time: int) -> None:
+        self._model = model
+        self._at_a_time = at_a_time
+
+    def run(self, work: Sequence[Work]) -> None:
+        for start in range(0, len(work), self._at_a_time):
+            batch = work[start : start + self._at_a_time]
+            width = max(len(item.prompt) for item in batch)
+            ids = torch.tensor([[0] * (width - len(item.prompt)) + item.prompt for item in batch])
+            mask = torch.tensor([[0] * (width - len(item.prompt)) + [1] * len(item.prompt) for item in batch])
+            longest = max(item.length for item in batch)
+            out = self._model.generate(ids, attention_mask=mask, max_new_tokens=longest, do_sample=False)
+            check_lengths(self.name, [out.shape[1] - width], [max(batch, key=lambda item: item.length)])
+
+    def close(self) -> None:
+        return
+
+
+class GenerateBatch:
+    """transformers' continuous batching, through the manager that `generate_batch` uses."""
+
+    name = "generate_batch"
+
+    def __init__(self, model: Any, at_a_time: int, longest: int) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        pages = at_a_time * -(-longest // 256) + 8  # of 256 tokens, its default: every request fits
+        self._manager = model.init_continuous_batching(
+            generation_config=GenerationConfig(
+                do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=longest
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=pages, max_requests_per_batch=at_a_time),
+        )
+        self._manager.start()
+
+    def run(self, work: Sequence[Work]) -> None:
+        wanted = {
+            self._manager.add_request(item.prompt, max_new_tokens=item.length, eos_token_id=-1): item for item in work
+        }
+        for _ in work:
+            result = self._manager.get_result(timeout=600)
+            if result is None or result.error:
+                raise SystemExit(f"generate_batch failed: {result.error if result else 'no result'}")
+            check_lengths(self.name, [len(result.generated_tokens)], [wanted[result.request_id]])
+
+    def close(self) -> None:
+        self._manager.stop(block=True)
+
+
+def check_lengths(name: str, produced: Sequence[int], work: Sequence[Work]) -> None:
+    """Equal work, or no number."""
+    for got, item in zip(produced, work, strict=True):
+        if got != item.length:
+            raise SystemExit(f"{name} made {got} tokens where {item.length} were asked for")
+
+
+def load_peer(folder: str) -> Any:
+    """The same weights in fp32 with sdpa, and no token that ends a response early."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def spread(count: int, low: int, high: int, seed: int) -> list[int]:
+    """`count` lengths from `low` to `high`, evenly spaced in the logarithm, shuffled."""
+    lengths = [round(low * (high / low) ** (i / (count - 1))) for i in range(count)]
+    Random(seed).shuffle(lengths)
+    return lengths
+
+
+def time_sides(sides: Sequence[Side], work: Sequence[Work], runs: int) -> dict[str, float]:
+    """Median output tokens per second of each side; sides take turns."""
+    tokens = sum(item.length for item in work)
+    rates: dict[str, list[float]] = {side.name: [] for side in sides}
+    for side in sides:
+        side.run([Work(item.prompt, 8) for item in work[:AT_A_TIME]])
+    for _ in range(runs):
+        for side in sides:
+            started = time.perf_counter()
+            side.run(work)
+            rates[side.name].append(tokens / (time.perf_counter() - started))
+            print(f"  {side.name:15} {rates[side.name][-1]:8.1f} tokens/s", file=sys.stderr)
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def measure(case: str, lengths: Sequence[int], model: Any, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one case and return its row."""
+    print(f"{case}: {len(lengths)} requests of {min(lengths)} to {max(lengths)} tokens", file=sys.stderr)
+    at_a_time = min(AT_A_TIME, len(lengths))
+    ours = Thinkfold(folder, at_a_time)
+    prompts = [ours.encode(problem.question) for problem in problems("medium", len(lengths))]
+    work = [Work(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    sides: list[Side] = [ours, PaddedGenerate(model, at_a_time)]
+    if len(work) > 1:
+        longest = max(len(item.prompt) + item.length for item in work)
+        sides.append(GenerateBatch(load_peer(folder), at_a_time, longest))
+    try:
+        rates = time_sides(sides, work, args.runs)
+    finally:
+        for side in sides:
+            side.close()
+    own = rates.pop(ours.name)
+    peer = max(rates, key=rates.__getitem__)
+    metrics = {"output_tokens_per_s": own, "peer_output_tokens_per_s": rates[peer], "ratio": own / rates[peer]}
+    metrics |= {f"{name}_output_tokens_per_s": rate for name, rate in rates.items()}
+    versions = {"peer": f"transformers {peer}", "threads": str(torch.get_num_threads())}
+    return rows.make_row("serve", case, metrics, seed=args.seed, extra_versions=versions)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases, print and keep their rows."""
+    parser = argparse.ArgumentParser(prog="thinkfold bench serve", description=__doc__.partition("\n")[0])
+    parser.add_argument("--case", action="append", help="one of the cases; may be repeated (default: all)")
+    parser.add_argument("--model", default=str(pebble_path()), help="a model folder (default: the embedded model)")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
+    parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
+    args = parser.parse_args(argv)
+    cases = {"16_spread": spread(32, 64, 512, args.seed), "16_fixed": [256] * 16, "1_stream": [256]}
+    chosen = args.case or list(cases)
+    if unknown := set(chosen) - set(cases):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
+    torch.set_num_threads(args.threads)
+    torch.set_grad_enabled(False)
+    model = load_peer(args.model)
+    for case in chosen:
+        row = measure(case, cases[case], model, args.model, args)
+        if not args.no_record:
+            rows.keep(row)
+        numbers = row["metrics"]
+        print(
+            json.dumps(row)
+            if args.json
+            else f"{case:10} {numbers['output_tokens_per_s']:8.1f} tokens/s, {row['versions']['peer']} "
+            f"{numbers['peer_output_tokens_per_s']:8.1f}, ratio {numbers['ratio']:.2f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""Every rule about one branch's tokens: budget, end tokens, stops, limits and its output.
+
+Plain Python, O(1) a token. Knows nothing about memory, batches or the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from thinkfold.control.budget import grace_tokens
+from thinkfold.control.outbox import Outbox
+from thinkfold.text.stop_strings import StopStrings
+from thinkfold.text.vocabulary import Vocabulary
+from thinkfold.thinking.family import Family
+from thinkfold.thinking.markers import Piece
+from thinkfold.thinking.tracker import PlainTracker, Tracker
+from thinkfold.types import CompletionOutput, EngineRequest, FinishReason, Phase, ThinkingEndReason
+
+MAX_CHARACTER_WAIT = 3  # tokens that may still be missing to a UTF-8 character
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one sampled token.
+
+    `token_id` is the token that counts (it may replace the sampled one), `inject` follows it
+    and is already accounted. Tokens launched later are void if this injects, replaces or
+    finishes.
+    """
+
+    token_id: int
+    inject: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+
+
+class BranchControl:
+    """The state of one branch. The caller's loop: `injection`, launch, `accept`, `take`.
+
+    The result does not depend on how many tokens are launched before their verdicts are
+    known. After `finish_reason` is set nothing changes any more.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        branch: int,
+        vocabulary: Vocabulary,
+        family: Family | None,
+        closing_ids: tuple[int, ...] = (),
+        min_segment_tokens: int = 1,
+        max_segment_tokens: int = 1024,
+    ) -> None:
+        self._sampling = request.sampling
+        self._policy = request.thinking
+        self._prefilled = request.prompt.prefilled_thinking
+        self._vocabulary = vocabulary
+        self._unprinted = vocabulary.special_ids | vocabulary.eos_ids
+        self._force_ids = family.force_ids if family else ()
+        self._tracker = (
+            PlainTracker(vocabulary)
+            if family is None
+            else Tracker(
+                family,
+                request.prompt,
+                min_segment_tokens=min_segment_tokens,
+                max_segment_tokens=max_segment_tokens,
+            )
+        )
+        budget = request.thinking.budget if self._force_ids else None
+        self._budget = budget
+        self._closing_ids = closing_ids if budget is not None and budget >= len(closing_ids) else ()
+        self._limit = 0 if budget is None else budget - len(self._closing_ids)
+        self._grace_start = self._limit - (0 if budget is None else grace_tokens(budget))
+        self._stops = {phase: StopStrings(request.sampling.stop) for phase in Phase}
+        self._outbox = Outbox(branch)
+        self._waited = False
+        self._silent = False
+        self._forcing = False
+        self._eos_repaired = False
+        self._barred_index = -1
+        self._num_injected = 0
+        self._finish: FinishReason | None = None
+        self._stop_reason: str | int | None = None
+        self._thinking_end: ThinkingEndReason | None = None
+        self._end_cause = ThinkingEndReason.NATURAL
+
+    @property
+    def phase(self) -> Phase:
+        return self._tracker.phase
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled and injected tokens, end tokens and markers included."""
+        return self._tracker.num_tokens
+
+    @property
+    def num_thinking_tokens(self) -> int:
+        """Output tokens of thinking, markers and the prompt's part excluded."""
+        return self._tracker.num_thinking_tokens
+
+    @property
+    def budget_left(self) -> int | None:
+        """Thinking tokens that the budget still allows; None without a limit."""
+        return None if self._budget is None else max(0, self._budget - self._used)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Set once the branch has ended; an injection can end it, too (max_tokens)."""
+        return self._finish
+
+    @property
+    def last_token_is_silent(self) -> bool:
+        """True if the last sampled token prints nothing by its nature: marker, end or special token."""
+        return self._silent
+
+    @property
+    def _used(self) -> int:
+        return self._prefilled + self._tracker.num_thinking_tokens
+
+    def accept(self, token_id: int) -> Verdict:
+        """Account for one sampled token. After the end it is ignored."""
+        if self._finish is not None:
+            return Verdict(token_id, (), self._finish)
+        muted = self.num_output_tokens < self._sampling.min_tokens
+        thinking = self.phase is Phase.THINKING
+        if self._is_eos(token_id) and not muted and not self._sampling.ignore_eos:
+            return self._accept_eos(token_id)
+        stops_here = not thinking or self._sampling.stop_in_thinking
+        if token_id in self._sampling.stop_token_ids and not muted and stops_here:
+            return self._stop_at(token_id, reason=token_id)
+        self._account(token_id, silent=self._is_eos(token_id))
+        self._silent = self._tracker.at_marker or token_id in self._unprinted
+        inject = self._inject_due()
+        return Verdict(token_id, inject, self._finish)
+
+    def injection(self) -> tuple[int, ...]:
+        """Tokens to append now instead of sampling, already accounted; () to sample.
+
+        Call when every launched token is collected, then look at `finish_reason`.
+        """
+        return self._inject_due()
+
+    def must_wait(self, inflight: int) -> bool:
+        """True if the budget may bind once `inflight` launched tokens are collected.
+
+        Launching further is then likely to be wasted, never wrong.
+        """
+        if not inflight or self._finish is not None or self._budget is None or self.phase is not Phase.THINKING:
+            return False
+        return self._used + inflight >= self._grace_start
+
+    def ban_eos(self, inflight: int) -> bool:
+        """True if the next token to launch must be neither an end token nor a stop id."""
+        index = self.num_output_tokens + inflight
+        return index < self._sampling.min_tokens or index == self._barred_index
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the branch and release all held text. The first reason stays."""
+        if self._finish is not None:
+            return
+        matched = self._write(self._tracker.flush(), muted=False)
+        if not matched:
+            for phase in Phase:
+                self._flush_stops(phase)
+        elif reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._stop_reason = matched
+            reason = FinishReason.STOP
+        self._end(reason)
+
+    def take(self) -> CompletionOutput | None:
+        """The news since the last call, None if there is none."""
+        return self._outbox.take(
+            phase=self.phase,
+            num_output_tokens=self.num_output_tokens,
+            num_thinking_tokens=self.num_thinking_tokens,
+            num_injected_tokens=self._num_injected,
+            finish_reason=self._finish,
+            stop_reason=self._stop_reason,
+            thinking_end_reason=self._thinking_end,
+        )
+
+    def _is_eos(self, token_id: int) -> bool:
+        if token_id not in self._vocabulary.eos_ids:
+            return False
+        return not (self.phase is Phase.THINKING and self._tracker.expects(token_id))
+
+    def _accept_eos(self, token_id: int) -> Verdict:
+        """EOS inside thinking closes thinking once; otherwise it ends the branch."""
+        repair = self._policy.eos_in_thinking == "close" and self._force_ids and not self._eos_repaired
+        self._silent = True
+        if self.phase is Phase.THINKING and repair:
+            self._eos_repaired = True
+            ids = self._force_close(ThinkingEndReason.EOS)
+            self._barred_index = self.num_output_tokens
+            return Verdict(ids[0], ids[1:], self._finish)
+        return self._stop_at(token_id, reason=None)
+
+    def _stop_at(self, token_id: int, *, reason: int | None) -> Verdict:
+        """The token ends the branch: it counts as output and prints nothing."""
+        self._silent = True
+        self._tracker.end()
+        self._outbox.add_token(token_id)
+        self._stop_reason = reason
+        self.finish(FinishReason.STOP)
+        return Verdict(token_id, (), self._finish)
+
+    def _inject_due(self) -> tuple[int, ...]:
+        """Close thinking if its budget is spent, or nearly spent at the end of a sentence."""
+        if self._finish is not None or self._budget is None or self.phase is not Phase.THINKING:
+            return ()
+        used = self._used
+        if used < self._limit:
+            if used < self._grace_start or not self._tracker.at_boundary:
+                return ()
+        elif self._tracker.pending and used - self._limit < MAX_CHARACTER_WAIT:
+            self._waited = True
+            return ()
+        fits = self._waited or used + len(self._closing_ids) <= self._budget
+        closing, self._closing_ids = (self._closing_ids if fits else ()), ()
+        self._limit, self._grace_start = self._budget, self._budget - grace_tokens(self._budget)
+        return self._inject(closing, ThinkingEndReason.BUDGET) + self._force_close(ThinkingEndReason.BUDGET)
+
+    def _force_close(self, cause: ThinkingEndReason) -> tuple[int, ...]:
+        held = self._tracker.held_ids
+        begun = len(held) if held and self._force_ids[: len(held)] == held else 0
+        self._forcing = True
+        ids = self._inject(self._force_ids[begun:], cause)
+        self._forcing = False
+        return ids
+
+    def _inject(self, token_ids: Iterable[int], cause: ThinkingEndReason) -> tuple[int, ...]:
+        """Account for forced tokens as far as the branch lives; returns those that count."""
+        done: list[int] = []
+        self._end_cause = cause
+        for token_id in token_ids:
+            if self._finish is not None:
+                break
+            self._num_injected += 1
+            done.append(token_id)
+            self._account(token_id, silent=False)
+        self._end_cause = ThinkingEndReason.NATURAL
+        return tuple(done)
+
+    def _account(self, token_id: int, *, silent: bool) -> None:
+        """One more output token: parse, match stops, count."""
+        before = self.phase
+        muted = self.num_output_tokens < self._sampling.min_tokens
+        pieces = self._tracker.push(token_id, silent=silent)
+        self._outbox.add_token(token_id)
+        self._outbox.segments += self._tracker.take_segments()
+        if before is Phase.THINKING and self.phase is Phase.ANSWER:
+            self._thinking_end = self._end_cause
+        matched = self._write(pieces, muted=muted)
+        if before is not self.phase:
+            self._flush_stops(before)
+        if matched:
+            self._stop_reason = matched
+            self._end(FinishReason.STOP)
+        elif self._sampling.max_tokens is not None and self.num_output_tokens >= self._sampling.max_tokens:
+            if self._forcing:
+                self._tracker.drop_held()  # max_tokens cuts the forced marker: it is not printed
+            self.finish(FinishReason.LENGTH)
+
+    def _write(self, pieces: list[Piece], *, muted: bool) -> str | None:
+        """Print pieces up to the first stop string, which is returned."""
+        for phase, text in pieces:
+            self._flush_stops(Phase.ANSWER if phase is Phase.THINKING else Phase.THINKING)
+            if muted or (phase is Phase.THINKING and not self._sampling.stop_in_thinking):
+                self._outbox.write(phase, text)
+                continue
+            safe, matched = self._stops[phase].push(text)
+            self._outbox.write(phase, safe)
+            if matched:
+                return matched
+        return None
+
+    def _flush_stops(self, phase: Phase) -> None:
+        """No stop string reaches over a change of phase."""
+        self._outbox.write(phase, self._stops[phase].flush())
+
+    def _end(self, reason: FinishReason) -> None:
+        if self.phase is Phase.THINKING:
+            self._thinking_end = ThinkingEndReason.UNCLOSED
+        self._finish = reason
+        self._outbox.changed = True

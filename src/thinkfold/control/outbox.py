@@ -1,0 +1,61 @@
+"""News of one branch that nobody has taken yet. Knows nothing about rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thinkfold.types import CompletionOutput, FinishReason, Phase, Segment, ThinkingEndReason
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Collects deltas between two calls of `take`."""
+
+    index: int
+    reasoning: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    changed: bool = False
+
+    def write(self, phase: Phase, text: str) -> None:
+        """Add printable text."""
+        if text:
+            (self.reasoning if phase is Phase.THINKING else self.text).append(text)
+            self.changed = True
+
+    def add_token(self, token_id: int) -> None:
+        """Add one output token."""
+        self.token_ids.append(token_id)
+        self.changed = True
+
+    def take(
+        self,
+        *,
+        phase: Phase,
+        num_output_tokens: int,
+        num_thinking_tokens: int,
+        num_injected_tokens: int,
+        finish_reason: FinishReason | None,
+        stop_reason: str | int | None,
+        thinking_end_reason: ThinkingEndReason | None,
+    ) -> CompletionOutput | None:
+        """Hand out everything collected, None if there is nothing new."""
+        if not self.changed:
+            return None
+        output = CompletionOutput(
+            index=self.index,
+            reasoning="".join(self.reasoning),
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            segments=self.segments,
+            phase=phase,
+            num_output_tokens=num_output_tokens,
+            num_thinking_tokens=num_thinking_tokens,
+            num_injected_tokens=num_injected_tokens,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            thinking_end_reason=thinking_end_reason,
+        )
+        self.reasoning, self.text, self.token_ids, self.segments, self.changed = [], [], [], [], False
+        return output

@@ -1,0 +1,244 @@
+"""The asyncio face of the engine: checks requests, hands them to the core, streams outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from thinkfold.config import EngineConfig
+from thinkfold.control.budget import resolve_policy
+from thinkfold.engine.build import build_core
+from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
+from thinkfold.engine.language import load_language
+from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
+from thinkfold.engine.stream import OutputStream
+from thinkfold.errors import CapacityError, EngineDeadError, ParameterError, QueueFullError
+from thinkfold.runner.loader import pick_device
+from thinkfold.text.prompts import PromptRenderer
+from thinkfold.thinking.families import Family
+from thinkfold.types import EngineRequest, Phase, PromptState, RequestOutput, SamplingParams, ThinkingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`alive`: the core has not ended. `ready`: it is loaded and its steps advance."""
+
+    alive: bool
+    ready: bool
+    reason: str = ""
+
+
+class AsyncEngine:
+    """One model, served to many requests at once. Build it with `await AsyncEngine.start(config)`."""
+
+    def __init__(self, config: EngineConfig, prompts: PromptRenderer, family: Family | None) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.family = family
+        self._model: ModelInfo | None = None
+        self._client: CoreClient | None = None
+        self._ready = asyncio.Event()
+        self._dead: str | None = None
+        self._failure: Exception | None = None  # why loading failed, when it was the user's parameter
+        self._watch: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()  # set when the engine will not answer again
+        self._streams: dict[str, OutputStream] = {}
+        self._branches: dict[str, int] = {}
+        self._stats = EngineStats()
+        self._last_event = time.monotonic()
+        self._ids = itertools.count()
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, build: Build = build_core) -> Self:
+        """Read the tokenizer, start the core and load the model in it.
+
+        `build` makes the core, in its own process if the configuration says so. Raises
+        ParameterError or UnsupportedError for a model that cannot be served, and
+        EngineDeadError if the core cannot be built.
+        """
+        language = await asyncio.to_thread(load_language, config)
+        prompts = PromptRenderer(language.tokenizer, normalize=config.normalize_prompts, markers=language.markers)
+        engine = cls(config, prompts, language.family)
+        own_process = config.own_process
+        if own_process is None:
+            own_process = pick_device(config.device).type == "cuda"
+        client = ProcessClient if own_process else ThreadClient
+        engine._client = client(build, config, engine._on_event)
+        await engine._ready.wait()
+        if engine._dead is not None:
+            await asyncio.to_thread(engine._client.stop)
+            raise engine._failure or EngineDeadError(engine._dead)
+        engine._watch = asyncio.create_task(engine._watchdog())
+        return engine
+
+    @property
+    def model(self) -> ModelInfo:
+        """The loaded model. Raises EngineDeadError before it is loaded."""
+        if self._model is None:
+            raise EngineDeadError("the model is not loaded")
+        return self._model
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        thinking: ThinkingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: tuple[str, ...] = (),
+    ) -> AsyncIterator[RequestOutput]:
+        """Run one request and yield its news; the last output has `finished` set.
+
+        Raises ParameterError, UnsupportedError, CapacityError, QueueFullError or
+        EngineDeadError before anything is yielded if the request cannot be accepted, and
+        EngineDeadError later if the engine dies. Closing the iterator aborts the request.
+        """
+        request = self._accept(prompt_token_ids, sampling or SamplingParams(), thinking or ThinkingParams(), namespace)
+        if request_id is not None:
+            request = replace(request, request_id=request_id)
+        if request.request_id in self._streams:
+            raise ParameterError("request_id", f"{request.request_id!r} is running already")
+        stream = self._streams[request.request_id] = OutputStream()
+        self._branches[request.request_id] = request.sampling.n
+        finished = False
+        try:
+            self._send(request)
+            while not finished:
+                output = await stream.get()
+                finished = output.finished
+                yield output
+        finally:
+            del self._streams[request.request_id]
+            if not finished and self._dead is None:
+                self._send(Abort(request.request_id))
+            else:
+                self._branches.pop(request.request_id, None)
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its stream gets a final output. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._send(Abort(request_id))
+
+    def health(self) -> Health:
+        """What `/health` and `/ready` say, without waiting."""
+        if self._dead is not None:
+            return Health(alive=False, ready=False, reason=self._dead or "stopped")
+        if self._model is None:
+            return Health(alive=True, ready=False, reason="loading the model")
+        silent = time.monotonic() - self._last_event
+        if self._branches and silent > self.config.stall_timeout_s:
+            return Health(alive=True, ready=False, reason=f"no step has finished for {silent:.0f} s")
+        return Health(alive=True, ready=True)
+
+    def stats(self) -> EngineStats:
+        """The core's latest counters and gauges."""
+        return self._stats
+
+    async def stop(self) -> None:
+        """End the core; running requests get EngineDeadError."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._client is not None:
+            await asyncio.to_thread(self._client.stop)
+        self._die("the engine was stopped")
+
+    async def _watchdog(self) -> None:
+        """Declare the engine dead if work is stuck for `watchdog_s`."""
+        limit = self.config.watchdog_s
+        while self._dead is None:
+            await asyncio.sleep(min(1.0, limit / 4))
+            if self._branches and time.monotonic() - self._last_event > limit:
+                self._die(f"no step has finished for {limit:.0f} s")
+
+    def _accept(
+        self, ids: Sequence[int], sampling: SamplingParams, thinking: ThinkingParams, namespace: tuple[str, ...]
+    ) -> EngineRequest:
+        """Check everything that can be wrong and resolve what was left open."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        model = self.model
+        self._check_queue(sampling.n)
+        _check_prompt(ids, model)
+        sampling.check_vocabulary(model.vocab_size)
+        room = model.max_model_len - len(ids)
+        max_tokens = min(sampling.max_tokens or room, room)
+        seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens), seed=seed)
+        policy = resolve_policy(
+            thinking,
+            family=self.family,
+            default_budget=self.config.default_thinking_budget,
+            default_enabled=self.config.enable_thinking,
+            template_switch=self.prompts.has_thinking_switch,
+            max_tokens=max_tokens,
+            max_model_len=model.max_model_len,
+        )
+        family = self.family
+        prompt = family.prompt_state(ids) if family else PromptState(Phase.ANSWER, 0, len(ids))
+        return EngineRequest(
+            request_id=f"req-{next(self._ids)}-{secrets.token_hex(4)}",
+            prompt_token_ids=tuple(ids),
+            prompt=prompt,
+            sampling=sampling,
+            thinking=policy,
+            namespace=namespace,
+            arrival_time=time.monotonic(),
+        )
+
+    def _check_queue(self, branches: int) -> None:
+        unfinished = sum(self._branches.values())
+        if unfinished and unfinished + branches > self.config.max_num_seqs + self.config.max_waiting:
+            raise QueueFullError(retry_after=min(60.0, 1.0 + unfinished / self.config.max_num_seqs))
+
+    def _send(self, command: EngineRequest | Abort) -> None:
+        if self._client is None or self._dead is not None:
+            raise EngineDeadError(self._dead or "the engine is not started")
+        if isinstance(command, EngineRequest) and len(self._branches) == 1:
+            self._last_event = time.monotonic()  # silence counts from the first command after idling
+        self._client.send(command)
+
+    def _on_event(self, event: Event) -> None:
+        self._last_event = time.monotonic()
+        if isinstance(event, Ready):
+            self._model = event.model
+            self._stats.pages_total = event.model.num_pages
+            self._ready.set()
+        elif isinstance(event, Dead):
+            self._failure = event.error
+            self._die(event.reason)
+        else:
+            self._stats = event.stats
+            for output in event.outputs:
+                if output.finished:
+                    self._branches.pop(output.request_id, None)
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    stream.put(output)
+
+    def _die(self, reason: str) -> None:
+        if self._dead is None:
+            self._dead = reason or "the engine was stopped"
+            for stream in self._streams.values():
+                stream.fail(EngineDeadError(self._dead))
+            self._branches.clear()
+        self.ended.set()
+        self._ready.set()
+
+
+def _check_prompt(ids: Sequence[int], model: ModelInfo) -> None:
+    if not ids:
+        raise ParameterError("prompt", "must hold at least one token")
+    bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < model.vocab_size), None)
+    if bad is not None:
+        raise ParameterError("prompt", f"token id {bad!r} is outside the vocabulary of {model.vocab_size}")
+    if len(ids) >= model.max_model_len:
+        raise CapacityError(
+            "prompt",
+            f"{len(ids)} tokens leave no room for an answer: this engine holds {model.max_model_len} "
+            f"(the smaller of the model's length and the KV pool of {model.num_pages} pages of {model.page_size})",
+        )

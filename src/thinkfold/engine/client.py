@@ -1,0 +1,104 @@
+"""Carries commands to a core and events back, with the core in a thread or in its own process.
+
+Events are handed to `on_event` on the caller's event loop. Knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.core import EngineCore
+from thinkfold.engine.loop import run_core
+from thinkfold.engine.messages import Command, Dead, Event, ModelInfo, Stop
+
+Build = Callable[[EngineConfig], tuple[EngineCore, ModelInfo]]
+_JOIN_S = 10.0
+
+
+class CoreClient(Protocol):
+    """A running core, wherever it lives."""
+
+    def send(self, command: Command) -> None: ...
+    def is_alive(self) -> bool: ...
+    def stop(self) -> None: ...
+
+
+class ThreadClient:
+    """A core in a thread of this process: CPU serving and tests."""
+
+    def __init__(self, build: Build, config: EngineConfig, on_event: Callable[[Event], None]) -> None:
+        self._inbox: queue.Queue[Command] = queue.Queue()
+        send = _post_to(asyncio.get_running_loop(), on_event)
+        self._thread = threading.Thread(
+            target=run_core, args=(build, config, self._inbox, send), name="thinkfold-core", daemon=True
+        )
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ask the core to end and wait for it; blocks up to 10 s."""
+        self._inbox.put(Stop())
+        self._thread.join(_JOIN_S)
+
+
+class ProcessClient:
+    """A core in its own process, so that the server's Python never delays a step."""
+
+    def __init__(self, build: Build, config: EngineConfig, on_event: Callable[[Event], None]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._inbox = context.Queue()
+        self._outbox = context.Queue()
+        self._process = context.Process(
+            target=run_core, args=(build, config, self._inbox, self._outbox.put), name="thinkfold-core", daemon=True
+        )
+        self._process.start()
+        post = _post_to(asyncio.get_running_loop(), on_event)
+        self._reader = threading.Thread(target=self._read, args=(post,), name="thinkfold-events", daemon=True)
+        self._reader.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def stop(self) -> None:
+        """Ask the core to end and wait for it; ended by force after 10 s."""
+        self._inbox.put(Stop())
+        self._process.join(_JOIN_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._reader.join(_JOIN_S)
+
+    def _read(self, post: Callable[[Event], None]) -> None:
+        while True:
+            try:
+                event = self._outbox.get(timeout=0.5)
+            except queue.Empty:
+                if self._process.is_alive():
+                    continue
+                event = Dead(f"the core process has gone (exit code {self._process.exitcode})")
+            post(event)
+            if isinstance(event, Dead):
+                return
+
+
+def _post_to(loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> Callable[[Event], None]:
+    def post(event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+            loop.call_soon_threadsafe(on_event, event)
+
+    return post

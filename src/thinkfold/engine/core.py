@@ -1,0 +1,276 @@
+"""The step loop: plan, launch, collect, control, update. Knows tokens, not HTTP.
+
+With `pipeline_depth` 1 the plan of a step is launched before the former step is collected:
+what is found at collect (an end, a replaced token, an injection) discards the one token
+already launched. Both depths give equal tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from thinkfold.control.branch import BranchControl
+from thinkfold.engine.costs import CostMeter
+from thinkfold.engine.messages import EngineStats
+from thinkfold.scheduler.branch import Branch, BranchStatus
+from thinkfold.scheduler.output import StepPlan, StepResult
+from thinkfold.scheduler.scheduler import Scheduler
+from thinkfold.types import (
+    CompletionOutput,
+    EngineRequest,
+    FinishReason,
+    Phase,
+    RequestOutput,
+    TokenLogprobs,
+    TokenStats,
+)
+
+
+class Runner(Protocol):
+    """The device side of a step (see `runner.model_runner.ModelRunner`)."""
+
+    def launch(self, plan: StepPlan) -> Any: ...
+    def collect(self, pending: Any) -> StepResult: ...
+
+
+@dataclass(slots=True)
+class _Running:
+    """One accepted request: its branches, their controls and its bill."""
+
+    request: EngineRequest
+    branches: list[Branch]
+    controls: list[BranchControl]
+    meter: CostMeter
+    notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]]
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(b.status is BranchStatus.FINISHED for b in self.branches)
+
+
+class EngineCore:
+    """Runs requests to their end; every accepted request gets exactly one final output."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        make_control: Callable[[EngineRequest, int], BranchControl],
+        *,
+        page_bytes: int,
+        pipeline_depth: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._make_control = make_control
+        self._page_bytes = page_bytes
+        self._depth = pipeline_depth
+        self._clock = clock
+        self._requests: dict[str, _Running] = {}
+        self._inflight: deque[tuple[StepPlan, Any]] = deque()
+        self._arrivals = 0
+        self._last_tick = clock()
+        self._outputs: list[RequestOutput] = []
+        self._touched: dict[str, _Running] = {}
+        self._stats = EngineStats(pages_total=scheduler.kv.num_pages)
+        self._reasons: Counter[str] = Counter()
+        self._thinking_reasons: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._inflight)
+
+    def add(self, request: EngineRequest) -> None:
+        """Accept a request; if it cannot be prepared, it alone ends with an error."""
+        try:
+            count = request.sampling.n
+            controls = [self._make_control(request, index) for index in range(count)]
+            branches = [
+                Branch(request, index, self._arrivals + index, control, list(request.prompt_token_ids))
+                for index, control in enumerate(controls)
+            ]
+        except Exception as error:  # rule: one request's preparation fails that request
+            self._outputs.append(_refusal(request, error))
+            return
+        self._arrivals += count
+        meter = CostMeter(len(request.prompt_token_ids), self._page_bytes)
+        meter.costs.queue_s = max(0.0, self._clock() - request.arrival_time) if request.arrival_time else 0.0
+        running = _Running(request, branches, controls, meter, {})
+        if not self._requests:
+            self._last_tick = self._clock()
+        self._requests[request.request_id] = running
+        self._scheduler.add(branches)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and return its memory; unknown ids are ignored."""
+        running = self._requests.get(request_id)
+        if running is not None:
+            for branch in running.branches:
+                self._finish(running, branch, FinishReason.ABORT)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch one step and collect the one that is due; returns the news of all requests."""
+        plan = self._scheduler.plan()
+        self._sweep_ended()
+        if plan is not None:
+            self._inflight.append((plan, self._runner.launch(plan)))
+        if self._inflight and (plan is None or len(self._inflight) > self._depth):
+            self._collect(*self._inflight.popleft())
+        return self._drain()
+
+    def _collect(self, plan: StepPlan, pending: Any) -> None:
+        result = self._runner.collect(pending)
+        self._tick()  # the time of this step belongs to what requests were doing in it
+        draws = self._scheduler.collect(plan.step)
+        self._stats.steps += 1
+        for index, (branch, wanted) in enumerate(draws):
+            running = self._requests.get(branch.request.request_id)
+            if running is None:
+                continue  # the request ended while this token was in flight
+            if wanted:
+                self._accept(running, branch, result, index)
+            else:
+                running.meter.costs.discarded_tokens += 1
+                self._stats.discarded_tokens += 1
+
+    def _accept(self, running: _Running, branch: Branch, result: StepResult, index: int) -> None:
+        """One drawn token of a live branch: ask its control, then update the branch."""
+        self._touched[running.request.request_id] = running
+        token = result.token_ids[index]
+        if token < 0:
+            self._fail(running, branch, "the model's logits are not finite")
+            return
+        control = running.controls[branch.index]
+        try:
+            before = control.phase
+            verdict = control.accept(token)
+        except Exception as error:  # rule: one request's control fails that request
+            self._fail(running, branch, f"{type(error).__name__}: {error}")
+            return
+        self._note(running, branch, result, index, before, control)
+        branch.token_ids.append(verdict.token_id)
+        if verdict.inject or verdict.token_id != token:
+            position = len(branch.token_ids) - 1
+            branch.token_ids += verdict.inject
+            branch.drop_inflight()
+            if verdict.token_id != token:
+                self._scheduler.rewind(branch, position)
+        if verdict.finish is not None:
+            self._end(running, branch)
+
+    def _note(
+        self, running: _Running, branch: Branch, result: StepResult, index: int, before: Phase, control: BranchControl
+    ) -> None:
+        logprobs, stats = running.notes.setdefault(branch.index, ([], []))
+        stats.append(result.stats[index])
+        entry = result.logprobs[index]
+        if entry is not None:
+            silent = control.phase is not before or control.last_token_is_silent
+            logprobs.append(replace(entry, phase=None if silent else before))
+
+    def _sweep_ended(self) -> None:
+        """Branches whose control ended or failed while the step was planned."""
+        for branch in self._scheduler.ended:
+            running = self._requests.get(branch.request.request_id)
+            if running is None or branch.status is BranchStatus.FINISHED:
+                continue
+            if branch.error is not None:
+                self._fail(running, branch, f"{type(branch.error).__name__}: {branch.error}")
+            elif branch.steering.finish_reason is not None:
+                self._end(running, branch)
+        self._scheduler.ended.clear()
+
+    def _fail(self, running: _Running, branch: Branch, message: str) -> None:
+        running.error = running.error or f"choice {branch.index}: {message}"
+        self._finish(running, branch, FinishReason.ERROR)
+
+    def _finish(self, running: _Running, branch: Branch, reason: FinishReason) -> None:
+        """End a branch from outside; held text is flushed by its control."""
+        if branch.status is not BranchStatus.FINISHED:
+            running.controls[branch.index].finish(reason)
+            self._end(running, branch)
+
+    def _end(self, running: _Running, branch: Branch) -> None:
+        self._touched[running.request.request_id] = running
+        self._scheduler.finish(branch)
+
+    def _tick(self) -> None:
+        now = self._clock()
+        seconds, self._last_tick = now - self._last_tick, now
+        for running in self._requests.values():
+            running.meter.tick([b for b in running.branches if b.status is not BranchStatus.FINISHED], seconds)
+
+    def _drain(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        for request_id, running in self._touched.items():
+            finished = running.finished
+            news = [o for o in (self._take(running, index) for index in range(len(running.controls))) if o is not None]
+            if news or finished:
+                outputs.append(self._output(running, news, finished))
+            if finished:
+                self._close(running)
+                del self._requests[request_id]
+        self._touched.clear()
+        return outputs
+
+    def _take(self, running: _Running, index: int) -> CompletionOutput | None:
+        output = running.controls[index].take()
+        if output is not None and index in running.notes:
+            output.logprobs, output.stats = running.notes.pop(index)
+        if output is not None and output.finish_reason is not None:
+            self._reasons[output.finish_reason] += 1
+            if output.thinking_end_reason is not None:
+                self._thinking_reasons[output.thinking_end_reason] += 1
+        return output
+
+    def _output(self, running: _Running, news: list[CompletionOutput], finished: bool) -> RequestOutput:
+        thinking = sum(c.num_thinking_tokens for c in running.controls)
+        output = sum(c.num_output_tokens for c in running.controls)
+        costs = running.meter.count_tokens(running.branches, thinking, output)
+        return RequestOutput(
+            request_id=running.request.request_id,
+            outputs=news,
+            policy=running.request.thinking,
+            costs=replace(costs),
+            finished=finished,
+            error=running.error if finished else None,
+        )
+
+    def _close(self, running: _Running) -> None:
+        stats, costs = self._stats, running.meter.costs
+        stats.prompt_tokens += costs.prompt_tokens
+        stats.computed_prompt_tokens += costs.computed_prompt_tokens
+        stats.thinking_tokens += costs.thinking_tokens
+        stats.answer_tokens += costs.answer_tokens
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters and gauges."""
+        scheduler = self._scheduler
+        return replace(
+            self._stats,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_by_class={str(c): n for c, n in scheduler.kv.usage().items()},
+            preemptions=scheduler.num_preemptions,
+            prefix_queried_tokens=scheduler.prefix_queried_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            requests_by_reason={str(reason): n for reason, n in self._reasons.items()},
+            thinking_by_reason={str(reason): n for reason, n in self._thinking_reasons.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all structures agree."""
+        self._scheduler.check_integrity()
+
+
+def _refusal(request: EngineRequest, error: Exception) -> RequestOutput:
+    output = CompletionOutput(index=0, finish_reason=FinishReason.ERROR)
+    meter = CostMeter(len(request.prompt_token_ids), 0)
+    message = f"{type(error).__name__}: {error}"
+    return RequestOutput(request.request_id, [output], request.thinking, meter.costs, finished=True, error=message)

@@ -1,0 +1,47 @@
+"""The three costs of a request: tokens, KV memory held, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinkfold.scheduler.branch import Branch
+from thinkfold.types import Costs, Phase
+
+
+class CostMeter:
+    """Adds up one request's costs step by step over all its branches."""
+
+    def __init__(self, prompt_tokens: int, page_bytes: int) -> None:
+        self.costs = Costs(prompt_tokens=prompt_tokens)
+        self._page_bytes = page_bytes
+
+    def tick(self, branches: Sequence[Branch], seconds: float) -> None:
+        """`seconds` have passed; charge them to what the request is doing now.
+
+        Queue until a branch has run, prefill until the first token, thinking while any
+        branch thinks, answer after that. Pages shared by a fork are charged once.
+        """
+        costs = self.costs
+        pages = sum(len(b.table.pages) - b.table.shared for b in branches)
+        costs.kv_byte_seconds += pages * self._page_bytes * seconds
+        costs.kv_peak_entries = max(costs.kv_peak_entries, sum(b.table.kv_len for b in branches))
+        if all(b.highest_computed == 0 for b in branches):
+            costs.queue_s += seconds
+        elif all(len(b.token_ids) <= b.num_prompt_tokens for b in branches):
+            costs.prefill_s += seconds
+        elif any(b.steering.phase is Phase.THINKING for b in branches):
+            costs.thinking_s += seconds
+        else:
+            costs.answer_s += seconds
+
+    def count_tokens(self, branches: Sequence[Branch], thinking: int, output: int) -> Costs:
+        """Bring the token counts up to date and return the costs."""
+        costs = self.costs
+        trunk = branches[0]
+        costs.cached_tokens = trunk.cached_tokens
+        costs.thinking_tokens = thinking
+        costs.answer_tokens = output - thinking
+        costs.recomputed_tokens = sum(b.recomputed_tokens for b in branches)
+        costs.preemptions = sum(b.preemptions for b in branches)
+        costs.computed_prompt_tokens = sum(b.computed_prompt_tokens for b in branches)
+        return costs

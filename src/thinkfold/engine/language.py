@@ -1,0 +1,50 @@
+"""Everything about a model's tokens that needs no weights: tokenizer, vocabulary, thinking family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from thinkfold.config import EngineConfig
+from thinkfold.runner.loader import load_tokenizer
+from thinkfold.text.messages import Markers
+from thinkfold.text.vocabulary import Vocabulary
+from thinkfold.thinking.families import Family, resolve_family
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """`family` is None for a model that does not think."""
+
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
+    family: Family | None
+    closing_ids: tuple[int, ...]
+
+    @property
+    def markers(self) -> Markers | None:
+        """The family's first start and end marker as text."""
+        family = self.family
+        if family is None:
+            return None
+        tokens, texts = family.tokens, family.texts
+        starts = [*map(self.vocabulary.text, tokens.starts), *map("".join, texts.starts)]
+        ends = [*map(self.vocabulary.text, tokens.ends), *map("".join, texts.ends)]
+        return Markers(starts[0], ends[0])
+
+
+def load_language(config: EngineConfig) -> Language:
+    """Read the tokenizer of `config.model` and resolve its thinking markers. Raises ParameterError."""
+    tokenizer, model_type, eos_ids = load_tokenizer(config)
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, eos_ids)
+    family = resolve_family(
+        tokenizer,
+        vocabulary,
+        model_type,
+        start=config.think_start,
+        end=config.think_end,
+        force=config.think_force,
+    )
+    closing_ids = tuple(tokenizer.encode(config.closing_words, add_special_tokens=False))
+    return Language(tokenizer, vocabulary, family, closing_ids)

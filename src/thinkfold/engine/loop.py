@@ -1,0 +1,82 @@
+"""Runs a core: takes commands, steps while there is work, sends events. One thread or process.
+
+A failure of a step is final for the core: it says `Dead` and returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.core import EngineCore
+from thinkfold.engine.messages import Abort, Command, Dead, Event, ModelInfo, News, Ready, Stop
+from thinkfold.errors import ParameterError
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.5
+_QUIET_S = 0.2  # a step without news is still a sign of life, told this often
+
+
+class Inbox(Protocol):
+    """Where commands come from: `queue.Queue` or `multiprocessing.Queue`."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Command: ...
+
+
+def run_core(
+    build: Callable[[EngineConfig], tuple[EngineCore, ModelInfo]],
+    config: EngineConfig,
+    inbox: Inbox,
+    send: Callable[[Event], None],
+) -> None:
+    """Build the core and serve until `Stop` or a failure; the last event is always `Dead`."""
+    try:
+        core, model = build(config)
+        send(Ready(model))
+        _serve(core, inbox, send)
+    except ParameterError as error:
+        send(Dead(str(error), error))
+    except Exception as error:
+        logger.exception("the engine core has failed")
+        send(Dead(f"{type(error).__name__}: {error}"))
+    else:
+        send(Dead(""))
+
+
+def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> None:
+    last_sent = 0.0
+    idle_checked = True
+    while True:
+        commands = _commands(inbox, wait=not core.has_work)
+        for command in commands:
+            if isinstance(command, Stop):
+                return
+            if isinstance(command, Abort):
+                core.abort(command.request_id)
+            else:
+                core.add(command)
+        if core.has_work or commands:
+            outputs = core.step()
+            now = time.monotonic()
+            if outputs or not core.has_work or now - last_sent > _QUIET_S:
+                send(News(outputs, core.stats()))
+                last_sent = now
+            idle_checked = False
+        elif not idle_checked:
+            core.check_integrity()
+            idle_checked = True
+
+
+def _commands(inbox: Inbox, *, wait: bool) -> list[Command]:
+    commands: list[Command] = []
+    try:
+        commands.append(inbox.get(wait, _IDLE_WAIT_S if wait else None))
+        while True:
+            commands.append(inbox.get(False))
+    except queue.Empty:
+        return commands

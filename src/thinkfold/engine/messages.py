@@ -1,0 +1,92 @@
+"""What goes between `AsyncEngine` and the core: plain serialisable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thinkfold.errors import ParameterError
+from thinkfold.types import EngineRequest, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the front needs to know about the loaded model and its KV pool.
+
+    `max_model_len` is also bounded by the pool: one request alone must fit.
+    """
+
+    name: str
+    model_type: str
+    max_model_len: int
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    page_bytes: int
+    family: str | None
+    thinks: bool
+    budget_enforced: bool
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since start and gauges of now. Pages by class name."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_by_class: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    thinking_tokens: int = 0
+    answer_tokens: int = 0
+    discarded_tokens: int = 0
+    requests_by_reason: dict[str, int] = field(default_factory=dict)
+    thinking_by_reason: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop one request; unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the core; running requests are aborted."""
+
+
+Command = EngineRequest | Abort | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded and the loop runs."""
+
+    model: ModelInfo
+
+
+@dataclass(slots=True)
+class News:
+    """What happened since the last message; also the core's sign of life."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The core has ended; `reason` is empty after an ordered stop.
+
+    `error` is set if the model could not be loaded because a parameter is wrong.
+    """
+
+    reason: str
+    error: ParameterError | None = None
+
+
+Event = Ready | News | Dead

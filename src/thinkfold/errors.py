@@ -1,0 +1,50 @@
+"""Errors a caller can meet.
+
+ThinkfoldError
+├── ParameterError      a request or configuration value is wrong (HTTP 400)
+├── UnsupportedError    a value is understood but cannot be honoured here (HTTP 400)
+├── CapacityError       the request can never fit the KV pool (HTTP 400)
+├── QueueFullError      the waiting queue is full, try again later (HTTP 429)
+├── RequestFailedError  this one request failed inside the engine (HTTP 500)
+└── EngineDeadError     the engine has stopped (HTTP 503)
+"""
+
+
+class ThinkfoldError(Exception):
+    """Base of every error that thinkfold raises on purpose."""
+
+
+class ParameterError(ThinkfoldError, ValueError):
+    """A value is wrong; `field` names the parameter as the user wrote it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.field, self.message)
+
+
+class UnsupportedError(ParameterError):
+    """A value is understood but cannot be honoured by this model or engine."""
+
+
+class CapacityError(ParameterError):
+    """The request can never fit; the message gives both numbers."""
+
+
+class QueueFullError(ThinkfoldError):
+    """The waiting queue is full; `retry_after` is in seconds."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(f"the waiting queue is full, retry after {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class RequestFailedError(ThinkfoldError):
+    """One request failed inside the engine; others go on."""
+
+
+class EngineDeadError(ThinkfoldError):
+    """The engine has stopped and will not answer again."""

@@ -1,0 +1,119 @@
+"""Offline use: a synchronous shell over `AsyncEngine`, which is the one implementation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.types import RequestOutput, SamplingParams, ThinkingParams
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+T = TypeVar("T")
+
+
+class LLM:
+    """A model in this process. `LLM("pebble").chat([{"role": "user", "content": "…"}])`.
+
+    Keyword arguments are those of `EngineConfig`. Use it as a context manager or call
+    `close()`. Raises what `AsyncEngine.start` and `AsyncEngine.generate` raise.
+    """
+
+    def __init__(self, model: str = "pebble", **config: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="thinkfold-llm", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = self._run(AsyncEngine.start(EngineConfig(model=model, **config)))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        thinking: ThinkingParams | None = None,
+    ) -> list[RequestOutput]:
+        """Continue raw prompts (text or token ids), one output each, in order."""
+        return self._run(self._generate(_as_list(prompts), sampling, thinking))
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        thinking: ThinkingParams | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, one output each, in order."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        enabled = _enabled(thinking, self.engine.config.enable_thinking)
+        encode = self.engine.prompts.encode_chat
+        prompts = [encode(list(conversation), enable_thinking=enabled) for conversation in conversations]  # type: ignore[arg-type]
+        return self._run(self._generate(prompts, sampling, thinking))
+
+    def close(self) -> None:
+        """Stop the engine; calling it again does nothing."""
+        if self._loop.is_running():
+            self._run(self.engine.stop())
+            self._end_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None, thinking: ThinkingParams | None
+    ) -> list[RequestOutput]:
+        limit = asyncio.Semaphore(self.engine.config.max_num_seqs + self.engine.config.max_waiting // 2)
+
+        async def one(prompt: str | Sequence[int]) -> RequestOutput:
+            ids = self.engine.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt
+            async with limit:
+                return await collect(self.engine, ids, sampling, thinking)
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def collect(
+    engine: AsyncEngine,
+    prompt_token_ids: Sequence[int],
+    sampling: SamplingParams | None = None,
+    thinking: ThinkingParams | None = None,
+) -> RequestOutput:
+    """Run one request to its end and return everything in one output."""
+    total: RequestOutput | None = None
+    async for output in engine.generate(prompt_token_ids, sampling, thinking):
+        if total is None:
+            total = output
+        else:
+            total.merge(output)
+    assert total is not None
+    return total
+
+
+def _as_list(prompts: Any) -> list[str | Sequence[int]]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _enabled(thinking: ThinkingParams | None, default: bool) -> bool | None:
+    if thinking is None:
+        return default
+    if thinking.reasoning_effort == "none" and thinking.thinking_token_budget is None:
+        return False
+    return default if thinking.enabled is None else thinking.enabled

@@ -1,0 +1,217 @@
+"""Everything that touches the device in one step: prepare, forward, sample, hand back.
+
+It runs what a StepPlan says; it does not know requests, queues or who owns a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from thinkfold.config import EngineConfig
+from thinkfold.errors import ParameterError
+from thinkfold.runner import forward_batch, loader, sizing
+from thinkfold.runner.forward_batch import ForwardBatch, StepInputs
+from thinkfold.runner.invariance import row_tile
+from thinkfold.runner.loader import LoadedModel
+from thinkfold.runner.sampler import NUM_STATS, Drawn, Sampler, SamplerInputs
+from thinkfold.runner.storage import KVStorage, page_bytes
+from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan, StepResult
+from thinkfold.types import TokenLogprobs, TokenStats
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A launched step: `values` is one flat fp64 tensor on its way to the host."""
+
+    step: int
+    samples: list[SampleRow]
+    values: Tensor
+    ready: torch.cuda.Event | None
+
+
+class ModelRunner:
+    """Owns the model, the KV tensor and the sampler of one device.
+
+    `launch` returns before the device has finished (GPU) and `collect` waits for it; several
+    steps may be in flight and are collected in order. `batch_invariant` pads a CPU's batches so
+    that a token's logits have the same bits in every batch (fp32, dense models).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        loaded: LoadedModel | None = None,
+        end_marker_id: int | None = None,
+        batch_invariant: bool = True,
+    ) -> None:
+        self._config = config
+        self._loaded = loaded = loaded or loader.load(config)
+        self._device = loaded.device
+        self.max_model_len = _model_len(config, loaded.max_position)
+        self._token_tile = row_tile(loaded.model) if batch_invariant and self._device.type == "cpu" else 1
+        self._empty = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._sink = torch.zeros(
+            (loaded.num_layers, 0, loaded.num_heads, loaded.head_dim), dtype=loaded.dtype, device=self._device
+        )
+        self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._device)
+        self._sampler = Sampler(
+            loaded.vocab_size, config.max_num_seqs, loaded.eos_token_ids, end_marker_id, self._device
+        )
+        size = page_bytes(
+            loaded.num_layers, loaded.num_kv_heads, config.page_size, loaded.head_dim, loaded.dtype
+        )
+        self._storage = self._allocate(2)
+        self._profile(1)
+        pages = sizing.pool_pages(
+            config, self.max_model_len, size, self._device, lambda: self._profile(config.max_num_batched_tokens)
+        )
+        self._storage = self._allocate(pages)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._loaded.vocab_size
+
+    @property
+    def num_pages(self) -> int:
+        return self._storage.num_pages
+
+    @property
+    def page_bytes(self) -> int:
+        return self._storage.page_bytes
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._loaded.eos_token_ids
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._loaded.tokenizer
+
+    @property
+    def model_type(self) -> str:
+        return self._loaded.model_type
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start one step: page copies, forward, sampling. Does not wait for a GPU."""
+        samples = forward_batch.samples_of(plan)
+        inputs, extra = forward_batch.build(
+            plan, self._config.page_size, self._token_tile, self._device, self._sampler.pack(samples)
+        )
+        if plan.copies:
+            self._storage.copy_pages(inputs.copies[0], inputs.copies[1])
+        logits = self._forward(inputs)
+        drawn = self._sampler.sample(logits[: len(samples)], samples, SamplerInputs(*extra))
+        slots = inputs.sample_slots
+        self._last_token[slots] = drawn.token_ids.clamp(min=0)
+        values, ready = self._send_home(drawn)
+        return PendingStep(plan.step, samples, values, ready)
+
+    def collect(self, pending: PendingStep) -> StepResult:
+        """Wait for a launched step and return its tokens in the order of its samples."""
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        samples = pending.samples
+        count = len(samples)
+        flat = pending.values
+        ids = [int(x) for x in flat[:count].tolist()]
+        stats = [TokenStats(*row) for row in flat[count : count * (1 + NUM_STATS)].view(count, NUM_STATS).tolist()]
+        logprobs = _logprobs(samples, ids, stats, flat[count * (1 + NUM_STATS) :])
+        return StepResult(pending.step, ids, stats, logprobs)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Logits `[S, V]` of the token rows that are sampled."""
+        if inputs.late_rows.numel():
+            inputs.input_ids[0, inputs.late_rows] = self._last_token[inputs.late_slots]
+        batch = ForwardBatch(
+            kv=self._storage.tensor,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            kv_lens=inputs.kv_lens,
+            page_table=inputs.page_table,
+            slot_mapping=inputs.slot_mapping,
+            query_sink_rows=self._empty,
+            query_sink=self._sink,
+        )
+        output = self._loaded.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            logits_to_keep=inputs.sample_rows,
+            forward_batch=batch,
+        )
+        return output.logits[0]
+
+    def _send_home(self, drawn: Drawn) -> tuple[Tensor, torch.cuda.Event | None]:
+        parts = (drawn.token_ids, drawn.stats, drawn.top_ids, drawn.top_logprobs)
+        flat = torch.cat([part.reshape(-1).double() for part in parts])
+        if self._device.type != "cuda":
+            return flat, None
+        home = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        home.copy_(flat, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return home, ready
+
+    def _allocate(self, num_pages: int) -> KVStorage:
+        loaded = self._loaded
+        return KVStorage(
+            num_pages,
+            loaded.num_layers,
+            loaded.num_kv_heads,
+            self._config.page_size,
+            loaded.head_dim,
+            loaded.dtype,
+            loaded.device,
+        )
+
+    def _profile(self, num_tokens: int) -> None:
+        """One forward of `num_tokens` tokens, one page each, every sampling slot in use."""
+        size = self._config.page_size
+        starts = range(0, num_tokens, size)
+        rows = [
+            BatchRow(0, [0] * min(size, num_tokens - s), from_slot=False, position=0, kv_start=0, pages=[0])
+            for s in starts
+        ]
+        plan = StepPlan(0, rows)
+        inputs, _ = forward_batch.build(plan, size, self._token_tile, self._device, [])
+        keep = torch.zeros(min(num_tokens, self._config.max_num_seqs), dtype=torch.int64, device=self._device)
+        with torch.inference_mode():
+            self._forward(inputs._replace(sample_rows=keep)).float().softmax(dim=-1)
+
+
+def _model_len(config: EngineConfig, max_position: int) -> int:
+    if config.max_model_len is None:
+        return max_position
+    if config.max_model_len > max_position:
+        raise ParameterError("max_model_len", f"the model reaches {max_position}, got {config.max_model_len}")
+    return config.max_model_len
+
+
+def _logprobs(
+    samples: list[SampleRow], ids: list[int], stats: list[TokenStats], flat: Tensor
+) -> list[TokenLogprobs | None]:
+    """Log-probs of the rows that asked; `flat` holds top ids, then top log-probs, `[A, k]` each."""
+    asked = sum(1 for s in samples if s.params.logprobs)
+    width = flat.numel() // (2 * asked) if asked else 0
+    tops = iter(flat.view(2, asked, width).unbind(1)) if asked else iter(())
+    result: list[TokenLogprobs | None] = []
+    for sample, token_id, stat in zip(samples, ids, stats, strict=True):
+        number = sample.params.logprobs
+        if number is None:
+            result.append(None)
+            continue
+        top: tuple[tuple[int, float], ...] = ()
+        if number:
+            top_ids, top_values = next(tops)[:, :number].tolist()
+            top = tuple((int(i), value) for i, value in zip(top_ids, top_values, strict=True))
+        result.append(TokenLogprobs(token_id, stat.logprob, top))
+    return result

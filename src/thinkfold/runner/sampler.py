@@ -1,0 +1,150 @@
+"""From logits to tokens: statistics on raw logits, then the user's changes, then the draw.
+
+It works on all rows at once and never waits for the device. A row's token is a function of its
+own logits, parameters and counter: neighbours change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinkfold.runner import filters, penalties, rng
+from thinkfold.runner.penalties import Penalties
+from thinkfold.scheduler.output import SampleRow
+
+IntArray = NDArray[np.int64]
+CONFIDENCE_TOKENS = 20
+NUM_STATS = 4
+
+
+class SamplerInputs(NamedTuple):
+    """Sampling parameters of R rows as int64 arrays (floats as their bits), on host or device.
+
+    `edits` `[2, E]` and `edit_values` `[E]`: (row, id) logits that a bias is added to;
+    `bans` `[2, n]`: (row, id) logits set to -inf; `random_rows` `[N]` rows with temperature > 0,
+    `knobs` `[5, N]`: temperature, u, top_p, min_p, top_k; `forced` `[2, F]`: (row, id);
+    `top_rows` rows that want the most likely ids. The rest is `penalties.pack`.
+    """
+
+    edits: Tensor
+    edit_values: Tensor
+    bans: Tensor
+    random_rows: Tensor
+    knobs: Tensor
+    forced: Tensor
+    top_rows: Tensor
+    penalty_rows: Tensor
+    penalty_slots: Tensor
+    penalty_factors: Tensor
+    penalty_stale: Tensor
+    penalty_prompt: Tensor
+    penalty_output: Tensor
+
+
+class Drawn(NamedTuple):
+    """`token_ids` `[R]`, -1 where logits were not finite; `stats` `[R, 4]` fp32: log-prob of the
+    token, entropy, confidence, margin; `top_ids`, `top_logprobs` `[A, k]` for rows that asked."""
+
+    token_ids: Tensor
+    stats: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+class Sampler:
+    """Draws tokens. `end_marker_id` is the first token of the thinking end marker, if there is one."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        eos_token_ids: tuple[int, ...],
+        end_marker_id: int | None,
+        device: torch.device,
+    ) -> None:
+        self.end_marker_id = end_marker_id
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._penalties = Penalties(vocab_size, max_num_seqs, device)
+
+    def pack(self, samples: list[SampleRow]) -> list[IntArray]:
+        """Host arrays in the order of `SamplerInputs`."""
+        edits = [(i, t) for i, s in enumerate(samples) for t in s.params.logit_bias]
+        values = [b for s in samples for b in s.params.logit_bias.values()]
+        bans = [
+            (i, t)
+            for i, s in enumerate(samples)
+            if s.ban_eos
+            for t in sorted({*self._eos_token_ids, *s.params.stop_token_ids})
+        ]
+        drawn = [(i, s) for i, s in enumerate(samples) if s.params.temperature > 0 and s.forced_token is None]
+        knobs = [_knobs(s, self._vocab_size) for _, s in drawn]
+        forced = [(i, s.forced_token) for i, s in enumerate(samples) if s.forced_token is not None]
+        return [
+            np.array(edits, dtype=np.int64).reshape(-1, 2).T,
+            np.array(values, dtype=np.float64).view(np.int64),
+            np.array(bans, dtype=np.int64).reshape(-1, 2).T,
+            np.array([i for i, _ in drawn], dtype=np.int64),
+            np.ascontiguousarray(np.array(knobs, dtype=np.float64).reshape(-1, 5).T).view(np.int64),
+            np.array(forced, dtype=np.int64).reshape(-1, 2).T,
+            np.array([i for i, s in enumerate(samples) if s.params.logprobs], dtype=np.int64),
+            *penalties.pack(samples),
+        ]
+
+    def sample(self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Drawn:
+        """Draw one token a row from `logits` `[R, V]` (any float dtype, left as they are)."""
+        raw = logits.float()
+        lse = torch.logsumexp(raw, dim=-1)
+        finite = torch.isfinite(raw).all(dim=-1)
+        token_ids = self._draw(raw, samples, inputs)
+        token_ids = torch.where(finite, token_ids, -1)
+        stats = self._statistics(raw, lse, token_ids.clamp(min=0))
+        num_top = max((s.params.logprobs or 0 for s in samples), default=0)
+        top = raw[inputs.top_rows].topk(min(num_top, self._vocab_size), dim=-1)
+        return Drawn(token_ids, stats, top.indices, top.values - lse[inputs.top_rows, None])
+
+    def _statistics(self, raw: Tensor, lse: Tensor, token_ids: Tensor) -> Tensor:
+        logprob = raw.gather(1, token_ids[:, None])[:, 0] - lse
+        entropy = lse - (torch.exp(raw - lse[:, None]) * raw).sum(dim=-1)
+        best = raw.topk(min(CONFIDENCE_TOKENS, self._vocab_size), dim=-1).values
+        confidence = lse - best.mean(dim=-1)
+        if self.end_marker_id is None:
+            margin = torch.full_like(lse, torch.nan)
+        else:
+            margin = best[:, 0] - raw[:, self.end_marker_id]
+        return torch.stack([logprob, entropy, confidence, margin], dim=1)
+
+    def _draw(self, raw: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
+        logits = raw
+        penalty_inputs = list(inputs[-6:])
+        if inputs.penalty_rows.numel() or inputs.edits.numel() or inputs.bans.numel():
+            logits = raw.clone()
+        if inputs.penalty_rows.numel():
+            self._penalties.apply(logits, penalty_inputs)
+        if inputs.edits.numel():
+            bias = inputs.edit_values.view(torch.float64).float()
+            logits.index_put_((inputs.edits[0], inputs.edits[1]), bias, accumulate=True)
+        if inputs.bans.numel():
+            logits[inputs.bans[0], inputs.bans[1]] = -torch.inf
+        token_ids = logits.argmax(dim=-1)
+        if inputs.random_rows.numel():
+            chosen = logits if len(inputs.random_rows) == len(logits) else logits[inputs.random_rows]
+            params = [s.params for s in samples if s.params.temperature > 0 and s.forced_token is None]
+            token_ids[inputs.random_rows] = filters.draw(chosen, inputs.knobs.view(torch.float64), params)
+        if inputs.forced.numel():
+            token_ids[inputs.forced[0]] = inputs.forced[1]
+        if inputs.penalty_rows.numel():
+            self._penalties.count(penalty_inputs, token_ids)
+        return token_ids
+
+
+def _knobs(sample: SampleRow, vocab_size: int) -> tuple[float, float, float, float, float]:
+    params = sample.params
+    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    u = rng.uniform(sample.seed, sample.branch, sample.position)
+    return params.temperature, u, params.top_p, params.min_p, top_k

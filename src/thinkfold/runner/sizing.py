@@ -1,0 +1,65 @@
+"""How many pages of KV fit: from a number of bytes, or from what the device has left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from thinkfold.config import EngineConfig
+from thinkfold.errors import ParameterError
+
+# On a CPU the pool never takes more than this by itself, nor more than this share of free memory.
+HOST_CAP = 4 << 30
+HOST_SHARE = 0.5
+
+
+def pool_pages(
+    config: EngineConfig,
+    max_model_len: int,
+    page_bytes: int,
+    device: torch.device,
+    profile: Callable[[], None],
+) -> int:
+    """Pages of the KV pool; never more than `max_num_seqs` requests of full length can use.
+
+    `kv_cache_bytes` decides where it is given. Else on a GPU `profile` runs the largest forward
+    and the pool takes what then is left of `gpu_memory_utilization` of the device. On a CPU it
+    is `gpu_memory_utilization` of half of the free memory, at most 4 GiB; pages there cost
+    memory only once they are written. Raises ParameterError if not even one request of two
+    pages fits.
+    """
+    useful = config.max_num_seqs * -(-max_model_len // config.page_size)
+    if config.kv_cache_bytes is not None:
+        pages = config.kv_cache_bytes // page_bytes
+    elif device.type == "cuda":
+        pages = min(useful, _device_bytes(config.gpu_memory_utilization, device, profile) // page_bytes)
+    else:
+        free = _free_host_bytes() * HOST_SHARE * config.gpu_memory_utilization
+        pages = min(useful, int(min(HOST_CAP, free)) // page_bytes)
+    if pages < 2:
+        raise ParameterError("kv_cache_bytes", f"{pages} pages of {page_bytes} bytes fit, at least 2 are needed")
+    return pages
+
+
+def _device_bytes(utilization: float, device: torch.device, profile: Callable[[], None]) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    profile()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * utilization) - (total - free) - activations)
+
+
+def _free_host_bytes() -> int:
+    """Memory that new work can take without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

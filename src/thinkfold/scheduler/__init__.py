@@ -1,0 +1,1 @@
+"""Who runs and how many tokens, as plain integers. No torch."""

@@ -1,0 +1,46 @@
+"""The HTTP application: routes, errors, and the engine's life."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from thinkfold.server import chat, completions, errors, health, metrics, models
+from thinkfold.server.contract import Engine, EngineSlot
+from thinkfold.server.metrics import ServerMetrics
+from thinkfold.server.state import ServerOptions, ServerState
+
+
+def build_app(
+    engine: Engine | None = None,
+    *,
+    start: Callable[[], Awaitable[Engine]] | None = None,
+    options: ServerOptions | None = None,
+) -> FastAPI:
+    """An app around a running `engine`, or one that `start` loads while the socket answers.
+
+    The app stops the engine when it shuts down.
+    """
+    if (engine is None) == (start is None):
+        raise ValueError("give either engine or start")
+
+    async def given() -> Engine:
+        assert engine is not None
+        return engine
+
+    slot = EngineSlot(start or given)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        slot.begin()
+        yield
+        await slot.close()
+
+    app = FastAPI(title="thinkfold", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options or ServerOptions())
+    for module in (chat, completions, models, health, metrics):
+        app.include_router(module.router)
+    errors.install(app)
+    return app

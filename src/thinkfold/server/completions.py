@@ -1,0 +1,132 @@
+"""`/v1/completions`: raw text or token ids, without a template.
+
+Control tokens in the text count as such. `text` holds the answer; thinking, where the model
+thinks, is sent as `reasoning` and `reasoning_content` beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+
+from thinkfold.errors import ParameterError
+from thinkfold.server.body import read_body
+from thinkfold.server.contract import Engine
+from thinkfold.server.fields import RequestFields, check_model
+from thinkfold.server.generation import Job, respond
+from thinkfold.server.logprobs import TokenBytes, legacy_logprobs
+from thinkfold.server.reply import Choice
+from thinkfold.server.state import ServerState, state_of
+from thinkfold.types import CompletionOutput
+
+router = APIRouter()
+
+
+class CompletionRequest(RequestFields):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    # Understood and refused: only null or the value that asks for nothing.
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ParameterError("prompt", "must not be empty")
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class CompletionShape:
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, num_logprobs: int | None, token_bytes: TokenBytes) -> None:
+        self._num_logprobs = num_logprobs
+        self._token_bytes = token_bytes
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        reasoning = choice.reasoning or None
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "reasoning": reasoning,
+            "reasoning_content": reasoning,
+            "logprobs": self._logprobs(choice.index, choice),
+            **choice.ending(),
+        }
+
+    def opening(self, choice: Choice) -> None:
+        return None
+
+    def deltas(self, choice: Choice, news: CompletionOutput) -> Iterator[dict[str, Any]]:
+        logprobs = self._logprobs(choice.index, news) if news.logprobs else None
+        if not (news.reasoning or news.text or logprobs):
+            return
+        thinking = {"reasoning": news.reasoning, "reasoning_content": news.reasoning} if news.reasoning else {}
+        yield {"index": choice.index, "text": news.text, **thinking, "logprobs": logprobs, "finish_reason": None}
+
+    def closing(self, choice: Choice) -> dict[str, Any]:
+        return {"index": choice.index, "text": "", "logprobs": None, **choice.ending()}
+
+    def _logprobs(self, index: int, source: Choice | CompletionOutput) -> dict[str, Any] | None:
+        if self._num_logprobs is None:
+            return None
+        offset = self._offsets.get(index, 0)
+        shown = legacy_logprobs(source.logprobs, self._num_logprobs, self._token_bytes, offset)
+        self._offsets[index] = offset + sum(map(len, shown["tokens"]))
+        return shown
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    state = state_of(request)
+    engine = state.slot.require()
+    body = await read_body(request, CompletionRequest, state.options.max_body_bytes)
+    job, shape = await asyncio.to_thread(_prepare, state, engine, body)
+    return await respond(request, engine, job, shape)
+
+
+def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tuple[Job, CompletionShape]:
+    model = check_model(engine, body.model)
+    if body.chat_template_kwargs is not None:
+        raise ParameterError("chat_template_kwargs", "needs a chat; a raw prompt has no template")
+    sampling = body.sampling_params(state.slot.sampling_defaults, body.logprobs)
+    sampling.check_vocabulary(engine.model.vocab_size)
+    prompts = body.prompts()
+    max_prompts = state.options.max_prompts
+    if len(prompts) > max_prompts:
+        raise ParameterError("prompt", f"at most {max_prompts} prompts a request, got {len(prompts)}")
+    job = Job(
+        response_id=f"cmpl-{uuid.uuid4().hex}",
+        model=model,
+        prompts=[_encode(engine, prompt) for prompt in prompts],
+        sampling=sampling,
+        thinking=body.thinking_params(enabled_by_default=engine.config.enable_thinking),
+        namespace=body.namespace,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+    )
+    return job, CompletionShape(body.logprobs, engine.prompts.token_bytes)
+
+
+def _encode(engine: Engine, prompt: str | list[int]) -> list[int]:
+    limit = engine.model.max_model_len
+    ids = engine.prompts.encode_text(prompt, limit=limit) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise ParameterError("prompt", "must hold at least one token")
+    if len(ids) > limit:
+        raise ParameterError("prompt", f"the prompt has {len(ids)} tokens, the model's limit is {limit}")
+    bad = next((i for i in ids if not 0 <= i < engine.model.vocab_size), None)
+    if bad is not None:
+        raise ParameterError("prompt", f"token id {bad} is outside the vocabulary of {engine.model.vocab_size}")
+    return ids

@@ -1,0 +1,114 @@
+"""The engine as the server sees it, and the place where it appears once it is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.messages import EngineStats, ModelInfo
+from thinkfold.errors import EngineDeadError, ThinkfoldError
+from thinkfold.server.defaults import sampling_defaults
+from thinkfold.text.prompts import PromptRenderer
+from thinkfold.types import RequestOutput, SamplingParams, ThinkingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Health(Protocol):
+    """`alive`: the engine has not died. `ready`: its steps advance. `reason` says why not."""
+
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class Engine(Protocol):
+    """What the server needs of `AsyncEngine`; engines elsewhere may implement it too."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def prompts(self) -> PromptRenderer: ...
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        thinking: ThinkingParams,
+        *,
+        request_id: str | None = None,
+        namespace: tuple[str, ...] = (),
+    ) -> AsyncIterator[RequestOutput]:
+        """Deltas; the last has `finished`. Closing the iterator aborts the request."""
+        ...
+
+    def health(self) -> Health: ...
+    def stats(self) -> EngineStats: ...
+    async def stop(self) -> None: ...
+
+
+class EngineLoadingError(ThinkfoldError):
+    """The model is not loaded yet; try again (HTTP 503)."""
+
+
+class EngineSlot:
+    """Holds the engine from the moment it is loaded; before that, the reason why not."""
+
+    def __init__(self, start: Callable[[], Awaitable[Engine]]) -> None:
+        self._start = start
+        self._engine: Engine | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.sampling_defaults: Mapping[str, float | int] = {}
+        self.failure: BaseException | None = None
+
+    @property
+    def engine(self) -> Engine | None:
+        return self._engine
+
+    def require(self) -> Engine:
+        """The engine. Raises EngineLoadingError or EngineDeadError."""
+        if self.failure is not None:
+            raise EngineDeadError(f"the model could not be loaded: {self.failure}")
+        if self._engine is None:
+            raise EngineLoadingError("the model is still loading")
+        return self._engine
+
+    def begin(self) -> None:
+        """Start loading in the background, so that the socket answers meanwhile."""
+        self._task = asyncio.create_task(self._load())
+
+    async def loaded(self) -> Engine:
+        """Wait for the engine. Raises what loading raised."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+        if self.failure is not None:
+            raise self.failure
+        return self.require()
+
+    async def close(self) -> None:
+        """Stop loading, or the engine."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._engine is not None:
+            await self._engine.stop()
+
+    async def _load(self) -> None:
+        try:
+            engine = await self._start()
+            self.sampling_defaults = await asyncio.to_thread(sampling_defaults, engine.prompts.source)
+            self._engine = engine
+        except Exception as error:
+            if not isinstance(error, ThinkfoldError):
+                logger.exception("loading the model failed")
+            self.failure = error

@@ -1,0 +1,105 @@
+"""Request fields that chat and legacy completions share, and their way into SamplingParams."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from thinkfold.errors import ParameterError
+from thinkfold.server.body import StrictModel
+from thinkfold.server.contract import Engine
+from thinkfold.server.errors import ModelNotFoundError
+from thinkfold.server.policy import ThinkingFields
+from thinkfold.types import SamplingParams
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+
+
+class RequestFields(ThinkingFields):
+    """Null means not given, except for thinking budgets."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_in_thinking: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    # For the operator's own records; they change nothing here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with usage. Raises ParameterError for options without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise ParameterError("stream_options", "needs stream: true")
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def namespace(self) -> tuple[str, ...]:
+        """Labels that keep prefix-cache entries of different owners apart."""
+        labels = (("salt", self.cache_salt), ("key", self.prompt_cache_key))
+        return tuple(f"{label}={value}" for label, value in labels if value is not None)
+
+    def output_limit(self) -> int | None:
+        """The most tokens of a response."""
+        return self.max_tokens
+
+    def sampling_params(self, defaults: Mapping[str, float | int], logprobs: int | None) -> SamplingParams:
+        """Checked parameters; `defaults` (the model's own) stand in for what is not given."""
+        names = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        names += ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_in_thinking", "seed")
+        given: dict[str, Any] = {k: getattr(self, k) for k in names if getattr(self, k) is not None}
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            _check_unicode("stop", text)
+        return SamplingParams(
+            **{**defaults, **given},
+            max_tokens=self.output_limit(),
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=_logit_bias(self.logit_bias or {}),
+            logprobs=logprobs,
+        )
+
+
+def check_model(engine: Engine, asked: str | None) -> str:
+    """The served name. Raises ModelNotFoundError for any other."""
+    served = engine.config.served_model_name or engine.model.name
+    if asked is not None and asked != served:
+        raise ModelNotFoundError(asked, served)
+    return served
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bad = next((key for key in given if _TOKEN_ID.fullmatch(key) is None), None)
+    if bad is not None:
+        raise ParameterError("logit_bias", f"keys must be token ids, got {bad!r:.60}")
+    return {int(key): bias for key, bias in given.items()}
+
+
+def _check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ParameterError(field, "holds a lone surrogate") from None

@@ -1,0 +1,37 @@
+"""`/health`: should this process live? `/ready`: should it get traffic?"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from thinkfold.server.contract import EngineSlot
+from thinkfold.server.state import state_of
+
+router = APIRouter()
+
+
+def condition(slot: EngineSlot) -> tuple[bool, bool, str]:
+    """(alive, ready, reason). A loading engine is alive and not ready."""
+    if slot.failure is not None:
+        return False, False, f"the model could not be loaded: {slot.failure}"
+    if slot.engine is None:
+        return True, False, "loading"
+    health = slot.engine.health()
+    return health.alive, health.alive and health.ready, health.reason
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    alive, _, reason = condition(state_of(request).slot)
+    return _answer(alive, reason)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    _, is_ready, reason = condition(state_of(request).slot)
+    return _answer(is_ready, reason)
+
+
+def _answer(good: bool, reason: str) -> JSONResponse:
+    return JSONResponse({"status": "ok"} if good else {"status": "unavailable", "reason": reason}, 200 if good else 503)

@@ -1,0 +1,51 @@
+"""Log-probabilities in OpenAI's two shapes. They cover every output token, thinking included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thinkfold.types import TokenLogprobs
+
+TokenBytes = Callable[[int], bytes]
+_LOWEST = -9999.0  # OpenAI's number for "as good as impossible"; JSON has no infinity
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST
+
+
+def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    data = token_bytes(token_id)
+    return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def chat_logprobs(items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes) -> dict[str, Any]:
+    """`{"content": [...], "refusal": null}` with `num_top` alternatives a token."""
+    content = [
+        {
+            **_entry(item.token_id, item.logprob, token_bytes),
+            "top_logprobs": [_entry(i, value, token_bytes) for i, value in item.top[:num_top]],
+        }
+        for item in items
+    ]
+    return {"content": content, "refusal": None}
+
+
+def legacy_logprobs(
+    items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes, offset: int
+) -> dict[str, Any]:
+    """The lists of `/v1/completions`; `offset` is where the first token's text begins."""
+    tokens = [token_bytes(item.token_id).decode("utf-8", "replace") for item in items]
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    top = [
+        {token_bytes(i).decode("utf-8", "replace"): _finite(value) for i, value in item.top[:num_top]}
+        | {token: _finite(item.logprob)}
+        for token, item in zip(tokens, items, strict=True)
+    ]
+    values = [_finite(item.logprob) for item in items]
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}

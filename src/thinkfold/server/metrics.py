@@ -1,0 +1,131 @@
+"""`/metrics`: the engine's own counters, and latencies as clients see them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from thinkfold.engine.messages import EngineStats
+from thinkfold.server.contract import EngineSlot
+from thinkfold.types import RequestOutput
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+# Field of EngineStats -> help. Names are thinkfold_<field>.
+_GAUGES = {
+    "running": "Requests in the batch",
+    "waiting": "Requests in the queue",
+    "pages_total": "Pages of the KV pool",
+}
+_COUNTERS = {
+    "steps": "Engine steps",
+    "preemptions": "Forced preemptions",
+    "prefix_queried_tokens": "Prompt tokens looked up in the prefix cache",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+    "prompt_tokens": "Prompt tokens of accepted requests",
+    "computed_prompt_tokens": "Prompt tokens that were computed",
+    "thinking_tokens": "Tokens generated inside thinking",
+    "answer_tokens": "Tokens generated outside thinking",
+    "discarded_tokens": "Tokens generated and thrown away",
+}
+
+router = APIRouter()
+
+
+class ServerMetrics:
+    """A registry of one app; several apps may live in one process."""
+
+    def __init__(self, slot: EngineSlot) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(slot))
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self.answer = self._histogram("time_to_first_answer_token_seconds", "Arrival to first answer text", _SECONDS)
+        self.tpot = self._histogram("time_per_output_token_seconds", "Mean gap between tokens", _TOKEN_SECONDS)
+        self.errors = Counter("thinkfold_errors", "Error replies by status", ["status"], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"thinkfold_{name}", text, buckets=buckets, registry=self.registry)
+
+    def timer(self) -> RequestTimer:
+        """Starts now."""
+        return RequestTimer(self)
+
+
+class RequestTimer:
+    """Latencies of one request."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._first: float | None = None
+        self._answered = False
+
+    def observe(self, output: RequestOutput) -> None:
+        """Take note of news of the request."""
+        now = time.monotonic()
+        if self._first is None and any(o.num_output_tokens for o in output.outputs):
+            self._first = now
+            self._metrics.ttft.observe(now - self._start)
+        if not self._answered and any(o.text for o in output.outputs):
+            self._answered = True
+            self._metrics.answer.observe(now - self._start)
+
+    def finish(self, tokens_per_choice: int) -> None:
+        """The reply is complete; `tokens_per_choice` of its longest choice."""
+        if self._first is not None and tokens_per_choice > 1:
+            self._metrics.tpot.observe((time.monotonic() - self._first) / (tokens_per_choice - 1))
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's statistics when they are asked for."""
+
+    def __init__(self, slot: EngineSlot) -> None:
+        self._slot = slot
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._slot.engine
+        health = engine.health() if engine is not None else None
+        ready = health is not None and health.ready
+        yield GaugeMetricFamily("thinkfold_ready", "1 while steps advance", value=int(ready))
+        if engine is not None:
+            yield from _engine_metrics(engine.stats())
+
+
+def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
+    for name, text in _GAUGES.items():
+        yield GaugeMetricFamily(f"thinkfold_{name}", text, value=getattr(stats, name))
+    for name, text in _COUNTERS.items():
+        yield CounterMetricFamily(f"thinkfold_{name}", text, value=getattr(stats, name))
+    yield _labelled(GaugeMetricFamily("thinkfold_pages", "Pages in use", labels=["class"]), stats.pages_by_class)
+    used = sum(n for name, n in stats.pages_by_class.items() if name != "free")
+    yield GaugeMetricFamily("thinkfold_kv_use", "Share of pages in use", value=used / max(1, stats.pages_total))
+    rate = stats.prefix_hit_tokens / max(1, stats.prefix_queried_tokens)
+    yield GaugeMetricFamily("thinkfold_prefix_hit_rate", "Found share of looked-up prompt tokens", value=rate)
+    finished = CounterMetricFamily("thinkfold_requests", "Finished choices", labels=["finish_reason"])
+    yield _labelled(finished, stats.requests_by_reason)
+    ended = CounterMetricFamily("thinkfold_thinking_ends", "Why thinking ended", labels=["reason"])
+    yield _labelled(ended, stats.thinking_by_reason)
+
+
+def _labelled(
+    family: GaugeMetricFamily | CounterMetricFamily, values: dict[str, int]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    for label, value in values.items():
+        family.add_metric([str(label)], value)
+    return family
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    registry = request.app.state.thinkfold.metrics.registry
+    return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)

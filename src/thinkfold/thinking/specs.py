@@ -1,0 +1,77 @@
+"""The table of known thinking families, as text. Resolved against a tokenizer elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySpec:
+    """Markers of one family as its template writes them.
+
+    A spec applies if the chat template holds every string of `evidence` and one of its own
+    start or end markers, and `model_types`, where given, begin the model's type. The first
+    spec that applies is taken. `force_tail` follows the forced end unless the template shows
+    other newlines there.
+    """
+
+    name: str
+    starts: tuple[str, ...] = ("<think>",)
+    ends: tuple[str, ...] = ("</think>",)
+    force: str = "</think>"
+    force_tail: str = "\n\n"
+    implicit_ends: tuple[str, ...] = ()
+    openers: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()
+    delimiters: tuple[str, ...] = ("<|segment|>",)
+    turns: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+
+
+HARMONY_FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+SPECS = (
+    FamilySpec(
+        "gpt_oss",
+        starts=("<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"),
+        ends=("<|end|>",),
+        # Forcing the end alone lets the model open another analysis message.
+        force="<|end|>" + HARMONY_FINAL,
+        force_tail="",
+        openers=(HARMONY_FINAL, "<|channel|>final<|message|>"),
+        turns=("<|start|>",),
+        evidence=("<|channel|>analysis",),
+    ),
+    FamilySpec("magistral", ("[THINK]",), ("[/THINK]",), "[/THINK]", ""),
+    FamilySpec("seed_oss", ("<seed:think>",), ("</seed:think>",), "</seed:think>", ""),
+    FamilySpec("minimax_m3", ("<mm:think>",), ("</mm:think>",), "</mm:think>"),
+    FamilySpec("kimi_vl", ("◁think▷",), ("◁/think▷",), "◁/think▷"),
+    FamilySpec("exaone_deep", ("<thought>",), ("</thought>",), "</thought>"),
+    FamilySpec(
+        "granite_3_2",
+        starts=("Here is my thought process:", "Here's my thought process:"),
+        ends=tuple(
+            before + words for before in ("\n\n", "") for words in ("Here is my response:", "Here's my response:")
+        ),
+        force="\n\nHere is my response:",
+        force_tail="\n\n",
+    ),
+    FamilySpec(
+        "granite_3_3",
+        force="</think><response>",
+        force_tail="",
+        openers=("<response>",),
+        closers=("</response>",),
+        evidence=("<response>",),
+        model_types=("granite",),
+    ),
+    FamilySpec("ernie_4_5", openers=("<response>",), closers=("</response>",), model_types=("ernie",)),
+    FamilySpec("glm", implicit_ends=("<tool_call>",), force_tail="\n", evidence=("[gMASK]",)),
+    FamilySpec("kimi_k2", implicit_ends=("<|tool_calls_section_begin|>",), model_types=("kimi",)),
+    FamilySpec("qwen3_5", implicit_ends=("<tool_call>",), model_types=("qwen3_5", "qwen3_6", "qwen3_8", "nemotron")),
+    FamilySpec("qwen3", model_types=("qwen3",)),
+    FamilySpec("deepseek_r1", evidence=("<｜Assistant｜>",)),
+    FamilySpec("qwq", evidence=("<|im_start|>",), model_types=("qwen2",)),
+    FamilySpec("think"),
+)

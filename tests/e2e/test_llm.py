@@ -1,0 +1,51 @@
+"""The synchronous shell: order, text and token prompts, one conversation or many."""
+
+import pytest
+
+from thinkfold import LLM, SamplingParams, ThinkingParams
+from thinkfold.errors import ParameterError
+
+SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("pebble", load_format="dummy", kv_cache_bytes=32 << 20, own_process=False) as llm:
+        yield llm
+
+
+def test_prompts_may_be_text_or_ids_one_or_many(llm):
+    one = llm.generate("Hello", SHORT)
+    many = llm.generate(["Hello", "x"], SHORT)
+    ids = llm.engine.prompts.encode_text("Hello")
+    assert one[0].outputs[0].token_ids == many[0].outputs[0].token_ids
+    assert llm.generate(ids, SHORT)[0].outputs[0].token_ids == one[0].outputs[0].token_ids
+    assert len(many) == 2
+
+
+def test_chat_takes_one_conversation_or_many(llm):
+    message = {"role": "user", "content": "hi"}
+    one = llm.chat([message], SHORT)
+    two = llm.chat([[message], [message]], SHORT)
+    assert [o.outputs[0].token_ids for o in two] == [one[0].outputs[0].token_ids] * 2
+
+
+def test_thinking_off_reaches_the_template(llm):
+    off = llm.chat([{"role": "user", "content": "hi"}], SHORT, ThinkingParams(enabled=False))
+    none = llm.chat([{"role": "user", "content": "hi"}], SHORT, ThinkingParams(reasoning_effort="none"))
+    assert off[0].costs.prompt_tokens == none[0].costs.prompt_tokens
+    assert off[0].costs.prompt_tokens > llm.chat([{"role": "user", "content": "hi"}], SHORT)[0].costs.prompt_tokens
+    assert not off[0].policy.enabled
+
+
+def test_bad_input_is_refused_and_the_next_call_works(llm):
+    with pytest.raises(ParameterError, match="messages"):
+        llm.chat([{"role": "nobody", "content": "hi"}], SHORT)
+    with pytest.raises(ParameterError, match="prompt"):
+        llm.generate([[]], SHORT)
+    assert llm.generate("Hello", SHORT)[0].finished
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(TypeError, match="page_sizes"):
+        LLM("pebble", page_sizes=16)

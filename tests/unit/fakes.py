@@ -1,0 +1,123 @@
+"""Stand-ins at the two borders that matter: what steers a branch, and what runs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thinkfold.scheduler.branch import Branch
+from thinkfold.scheduler.output import SampleRow, StepPlan, StepResult
+from thinkfold.scheduler.scheduler import Scheduler
+from thinkfold.types import (
+    EngineRequest,
+    FinishReason,
+    Phase,
+    PromptState,
+    SamplingParams,
+    ThinkingPolicy,
+    TokenLogprobs,
+    TokenStats,
+)
+
+NO_STATS = TokenStats(0.0, 0.0, 0.0, 0.0)
+
+
+def make_request(request_id="r", prompt=(1, 2, 3), *, visible=None, thinking=None, phase=Phase.ANSWER, **sampling):
+    """A request as the core gets it, with everything resolved."""
+    sampling = {"max_tokens": 16, "seed": 0, **sampling}
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        prompt=PromptState(phase, 0, len(prompt) if visible is None else visible),
+        sampling=SamplingParams(**sampling),
+        thinking=thinking or ThinkingPolicy(False, 0, "no_thinking_model"),
+    )
+
+
+@dataclass
+class FreeRun:
+    """Steering that ends a branch after `length` tokens and otherwise lets it run."""
+
+    length: int
+    outputs: int = 0
+    phase: Phase = Phase.ANSWER
+    finish_reason: FinishReason | None = None
+
+    def injection(self):
+        return ()
+
+    def must_wait(self, inflight):
+        return self.outputs + inflight >= self.length
+
+    def ban_eos(self, inflight):
+        return False
+
+
+class TokenFunction:
+    """A runner whose KV memory holds token ids: the context of a draw is read back through pages.
+
+    A scheduler that feeds a wrong token, table or position is found out by what is drawn.
+    """
+
+    def __init__(self, token_of: Callable[[SampleRow], int]) -> None:
+        self.token_of = token_of
+        self.last_token: dict[int, int] = {}
+        self.launched = 0
+        self.contents: dict[tuple[int, int], int] = {}
+        self.page_size = 4
+        self.contexts: list[list[int]] = []
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.launched += 1
+        for source, target in plan.copies:
+            for offset in range(self.page_size):
+                if (source, offset) in self.contents:
+                    self.contents[target, offset] = self.contents[source, offset]
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for row in plan.rows:
+            ids = [self.last_token[row.slot]] if row.from_slot else row.token_ids
+            for i, token in enumerate(ids):
+                page, offset = divmod(row.kv_start + i, self.page_size)
+                self.contents[row.pages[page], offset] = token
+            length = row.kv_start + len(ids)
+            context = [self.contents[row.pages[i // self.page_size], i % self.page_size] for i in range(length)]
+            for sample in row.samples:
+                assert sample.position == length, "the drawn token's position is the number of tokens before it"
+                self.contexts.append(context)
+                token = sample.forced_token if sample.forced_token is not None else self.draw(sample, context)
+                self.last_token[sample.slot] = token
+                tokens.append(token)
+                wanted = sample.params.logprobs is not None
+                logprobs.append(TokenLogprobs(token, -0.5) if wanted else None)
+        return StepResult(plan.step, tokens, [NO_STATS] * len(tokens), logprobs)
+
+    def draw(self, sample: SampleRow, context: list[int]) -> int:
+        return self.token_of(sample)
+
+    def collect(self, pending: StepResult) -> StepResult:
+        return pending
+
+
+def run_scheduler(scheduler: Scheduler, runner: TokenFunction, branches: list[Branch], *, depth: int, limit: int):
+    """Drive a scheduler to the end of all branches; checks integrity after every step."""
+    pending: list[tuple[StepPlan, StepResult]] = []
+    for _ in range(limit):
+        plan = scheduler.plan()
+        if plan is not None:
+            assert plan.num_tokens > 0
+            pending.append((plan, runner.launch(plan)))
+        scheduler.check_integrity()
+        if pending and (plan is None or len(pending) > depth):
+            plan, result = pending.pop(0)
+            for (branch, wanted), token in zip(scheduler.collect(plan.step), result.token_ids, strict=True):
+                if not wanted:
+                    continue
+                branch.token_ids.append(token)
+                branch.steering.outputs += 1
+                if branch.steering.outputs >= branch.steering.length:
+                    scheduler.finish(branch)
+        elif plan is None:
+            return
+        scheduler.check_integrity()
+    raise AssertionError(f"not finished after {limit} steps")

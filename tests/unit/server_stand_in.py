@@ -1,0 +1,245 @@
+"""A scripted engine with AsyncEngine's face, and a client for apps around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tiny_tokenizer import QWEN_TEMPLATE, build_tokenizer
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.messages import EngineStats, ModelInfo
+from thinkfold.server.app import build_app
+from thinkfold.server.state import ServerOptions
+from thinkfold.text.prompts import PromptRenderer
+from thinkfold.types import (
+    EFFORT_BUDGETS,
+    UNLIMITED,
+    CompletionOutput,
+    Costs,
+    FinishReason,
+    Phase,
+    RequestOutput,
+    SamplingParams,
+    ThinkingEndReason,
+    ThinkingParams,
+    ThinkingPolicy,
+    TokenLogprobs,
+)
+
+LOOP = ("LOOP",)
+EOS = "EOS"
+
+
+@dataclass(slots=True)
+class StandInHealth:
+    alive: bool = True
+    ready: bool = True
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Call:
+    """What one `generate` was given."""
+
+    prompt: str
+    sampling: SamplingParams
+    thinking: ThinkingParams
+    namespace: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ScriptedEngine:
+    """Emits `scripts[branch % len]` token by token; `</think>` closes, `<think>` opens thinking.
+
+    `refuse` is raised at the first `__anext__`; `fail_after` tokens the request fails.
+    """
+
+    scripts: Sequence[Sequence[str]] = (("w", "</think>", "A", EOS),)
+    template: str = QWEN_TEMPLATE
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(served_model_name="tiny"))
+    max_model_len: int = 4096
+    refuse: Exception | None = None
+    fail_after: int | None = None
+    gate: asyncio.Event | None = None
+    order: Sequence[int] | None = None
+    state: StandInHealth = field(default_factory=StandInHealth)
+    calls: list[Call] = field(default_factory=list)
+    running: int = 0
+    aborted: int = 0
+    stopped: bool = False
+    prompts: PromptRenderer = field(init=False)
+    tokenizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = build_tokenizer(self.template)
+        self.prompts = PromptRenderer(self.tokenizer, normalize=True)
+
+    @property
+    def model(self) -> ModelInfo:
+        return ModelInfo("tiny", "qwen3", self.max_model_len, len(self.tokenizer), 64, 16, 1024, "qwen3", True, True)
+
+    def health(self) -> StandInHealth:
+        return self.state
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=self.running, pages_total=64, pages_by_class={"thinking": 3, "free": 61})
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        thinking: ThinkingParams,
+        *,
+        request_id: str | None = None,
+        namespace: tuple[str, ...] = (),
+    ) -> AsyncIterator[RequestOutput]:
+        prompt = self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
+        self.calls.append(Call(prompt, sampling, thinking, namespace))
+        if self.refuse is not None:
+            raise self.refuse
+        self.running += 1
+        finished = False
+        branches = [_Branch(self, i, prompt, sampling) for i in range(sampling.n)]
+        costs = Costs(prompt_tokens=len(prompt_token_ids), cached_tokens=2)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            turns = list(self.order or ()) + [i for _ in range(sampling.max_tokens or 100_000) for i in range(sampling.n)]
+            for count, turn in enumerate(turns):
+                if branches[turn].out.finish_reason is not None:
+                    continue
+                await asyncio.sleep(0)
+                news = branches[turn].step()
+                error = "the row failed" if count == self.fail_after else None
+                if error is not None:
+                    news.finish_reason = FinishReason.ERROR
+                finished = error is not None or all(b.out.finish_reason is not None for b in branches)
+                yield RequestOutput(request_id or "r", [news], _policy(thinking), costs, finished, error)
+                if finished:
+                    return
+        finally:
+            self.running -= 1
+            self.aborted += not finished
+
+
+class _Branch:
+    def __init__(self, engine: ScriptedEngine, index: int, prompt: str, sampling: SamplingParams) -> None:
+        script = engine.scripts[index % len(engine.scripts)]
+        self.loop = tuple(script) == LOOP
+        self.script = iter(script)
+        self.sampling = sampling
+        opened = prompt.rstrip().rfind("<think>") > max(prompt.rfind("</think>"), prompt.rfind("<|im_start|>"))
+        self.out = CompletionOutput(index, phase=Phase.THINKING if opened else Phase.ANSWER)
+        self.tokenizer = engine.tokenizer
+
+    def step(self) -> CompletionOutput:
+        token = "a" if self.loop else next(self.script)
+        out = self.out
+        news = CompletionOutput(out.index, phase=out.phase)
+        out.num_output_tokens += 1
+        if token in ("<think>", "</think>"):
+            out.phase = Phase.THINKING if token == "<think>" else Phase.ANSWER
+            out.thinking_end_reason = ThinkingEndReason.NATURAL if token == "</think>" else None
+        elif token == EOS:
+            out.finish_reason = FinishReason.STOP
+        elif out.phase is Phase.THINKING:
+            news.reasoning = token
+            out.num_thinking_tokens += 1
+        else:
+            news.text = token
+        if out.finish_reason is None and out.num_output_tokens == self.sampling.max_tokens:
+            out.finish_reason = FinishReason.LENGTH
+        if out.finish_reason is not None and out.phase is Phase.THINKING:
+            out.thinking_end_reason = ThinkingEndReason.UNCLOSED
+        if self.sampling.logprobs is not None:
+            token_id = self.tokenizer.encode(token)[0]
+            top = ((token_id, -0.5), (0, float("-inf")))[: self.sampling.logprobs]
+            news.logprobs = [TokenLogprobs(token_id, -0.5, top)]
+        for name in ("num_output_tokens", "num_thinking_tokens", "finish_reason", "thinking_end_reason", "phase"):
+            setattr(news, name, getattr(out, name))
+        return news
+
+
+def _policy(thinking: ThinkingParams) -> ThinkingPolicy:
+    if thinking.enabled is False:
+        return ThinkingPolicy(False, 0, "disabled")
+    if thinking.thinking_token_budget is not None:
+        budget = thinking.thinking_token_budget
+        return ThinkingPolicy(True, None if budget == UNLIMITED else budget, "thinking_token_budget")
+    if thinking.reasoning_effort is not None:
+        return ThinkingPolicy(True, EFFORT_BUDGETS[thinking.reasoning_effort], "reasoning_effort")
+    return ThinkingPolicy(True, 16_384, "default")
+
+
+@asynccontextmanager
+async def serving(
+    engine: ScriptedEngine | None = None, options: ServerOptions | None = None, start: Callable[[], Any] | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app around `engine`; the app's life is entered and left."""
+    app = build_app(engine, start=start, options=options)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        if start is None:
+            await app.state.thinkfold.slot.loaded()
+        yield client
+
+
+def chat_body(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "q"}], **more}
+
+
+async def chat(client: httpx.AsyncClient, **more: Any) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json=chat_body(**more))
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON events of a stream that ended as it should."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@dataclass(slots=True)
+class Joined:
+    """A choice put together from a stream."""
+
+    reasoning: str = ""
+    content: str = ""
+    finish_reasons: list[str] = field(default_factory=list)
+    thinking_end_reason: str | None = None
+
+
+def join(chunks: list[dict[str, Any]]) -> dict[int, Joined]:
+    joined: dict[int, Joined] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            into = joined.setdefault(choice["index"], Joined())
+            delta = choice["delta"]
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            into.reasoning += delta.get("reasoning") or ""
+            into.content += delta.get("content") or ""
+            if choice["finish_reason"] is not None:
+                into.finish_reasons.append(choice["finish_reason"])
+                into.thinking_end_reason = choice["thinking_end_reason"]
+    return joined
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for `condition`, at most 200 turns."""
+    for _ in range(200):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition did not become true")

@@ -1,0 +1,213 @@
+"""AsyncEngine: checks, streams, back-pressure, aborts and failures, with a scripted core."""
+
+import asyncio
+import threading
+
+import pytest
+from scripted import OPEN_PROMPT, ids, loop, make_engine
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.engine.messages import ModelInfo
+from thinkfold.errors import CapacityError, EngineDeadError, ParameterError, QueueFullError, UnsupportedError
+from thinkfold.llm import collect
+from thinkfold.types import FinishReason, SamplingParams, ThinkingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
+
+
+class Gate:
+    """Lets a test hold the device: launch waits while the gate is shut."""
+
+    def __init__(self):
+        self.open = threading.Event()
+        self.open.set()
+        self.engine = None
+        self.fail = False
+
+    def build(self, config):
+        self.engine = engine = make_engine(max_num_seqs=config.max_num_seqs)
+        runner, launch = engine.runner, engine.runner.launch
+        runner.scripts["any"] = (loop(), len(ids(OPEN_PROMPT)))
+
+        def gated(plan):
+            assert self.open.wait(20)
+            if self.fail:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return launch(plan)
+
+        runner.launch = gated
+        model = ModelInfo("pebble", "qwen3", 1600, 1536, 400, 4, 100, "qwen3", True, True)
+        return engine.core, model
+
+
+@pytest.fixture
+async def gate():
+    return Gate()
+
+
+@pytest.fixture
+async def engine(gate):
+    config = EngineConfig(max_num_seqs=2, max_waiting=2, stall_timeout_s=0.05, own_process=False)
+    engine = await AsyncEngine.start(config, build=gate.build)
+    yield engine
+    gate.open.set()
+    await engine.stop()
+
+
+PROMPT = ids(OPEN_PROMPT)
+BUDGET = ThinkingParams(thinking_token_budget=9)
+
+
+async def until(condition):
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not happen")
+
+
+async def test_a_request_runs_to_its_end(engine):
+    total = await collect(engine, PROMPT, GREEDY, BUDGET)
+    assert total.outputs[0].reasoning == "a" * 9
+    assert total.outputs[0].text == "B C"
+    assert total.policy.budget == 9
+    assert total.finished
+
+
+async def test_deltas_of_a_slow_reader_are_merged(engine):
+    outputs = []
+    async for output in engine.generate(PROMPT, GREEDY, BUDGET):
+        outputs.append(output)
+        await asyncio.sleep(0.05)
+    assert len(outputs) < 9
+    assert "".join(o.outputs[0].reasoning for o in outputs if o.outputs) == "a" * 9
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "field"),
+    [
+        ({"logit_bias": {1536: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": (5000,)}, "stop_token_ids"),
+        ({"forced_tokens": (1536,)}, "forced_tokens"),
+    ],
+)
+async def test_case_52_ids_outside_the_vocabulary_are_refused_before_the_engine(engine, kwargs, field):
+    with pytest.raises(ParameterError) as caught:
+        await collect(engine, PROMPT, SamplingParams(max_tokens=5, **kwargs))
+    assert caught.value.field == field
+    assert engine.stats().steps == 0
+
+
+async def test_case_39_a_prompt_larger_than_the_pool_is_refused_with_both_numbers(engine):
+    with pytest.raises(CapacityError, match=r"1700 tokens.*1600.*400 pages of 4"):
+        await collect(engine, [1] * 1700, GREEDY)
+    assert (await collect(engine, PROMPT, GREEDY, BUDGET)).finished
+
+
+async def test_bad_prompts_are_refused(engine):
+    for prompt in ([], [-1], [99999]):
+        with pytest.raises(ParameterError, match="prompt"):
+            await collect(engine, prompt, GREEDY)
+
+
+async def test_a_full_queue_says_when_to_come_back(engine, gate):
+    gate.open.clear()
+    tasks = [asyncio.create_task(collect(engine, PROMPT, GREEDY, BUDGET)) for _ in range(4)]
+    await asyncio.sleep(0.02)
+    with pytest.raises(QueueFullError) as caught:
+        await collect(engine, PROMPT, GREEDY, BUDGET)
+    assert caught.value.retry_after >= 1
+    gate.open.set()
+    assert all(t.finished for t in await asyncio.gather(*tasks))
+    assert (await collect(engine, PROMPT, GREEDY, BUDGET)).finished
+
+
+async def test_closing_the_iterator_aborts_and_returns_the_pages(engine, gate):
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=1000), ThinkingParams(thinking_token_budget=-1))
+    await anext(stream)
+    await stream.aclose()
+    await until(lambda: engine.stats().running == 0 and engine.stats().pages_by_class.get("thinking") == 0)
+    assert engine.stats().requests_by_reason == {"abort": 1}
+
+
+async def test_abort_gives_the_reader_a_final_output(engine):
+    outputs = []
+    stream = engine.generate(
+        PROMPT, SamplingParams(max_tokens=1500), ThinkingParams(thinking_token_budget=-1), request_id="mine"
+    )
+    async for output in stream:
+        outputs.append(output)
+        await engine.abort("mine")
+        await engine.abort("unknown")
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason is FinishReason.ABORT
+
+
+async def test_a_running_request_id_cannot_be_used_twice(engine, gate):
+    gate.open.clear()
+    first = asyncio.create_task(anext(engine.generate(PROMPT, GREEDY, request_id="same")))
+    await asyncio.sleep(0.02)
+    with pytest.raises(ParameterError, match="request_id"):
+        await anext(engine.generate(PROMPT, GREEDY, request_id="same"))
+    gate.open.set()
+    await first
+
+
+async def test_case_59_a_stuck_step_is_alive_but_not_ready(engine, gate):
+    assert engine.health().ready
+    await asyncio.sleep(0.1)
+    assert engine.health().ready  # idle is not stuck
+    gate.open.clear()
+    task = asyncio.create_task(collect(engine, PROMPT, GREEDY, BUDGET))
+    await until(lambda: not engine.health().ready)
+    assert engine.health().alive
+    assert "no step has finished" in engine.health().reason
+    gate.open.set()
+    await task
+    assert engine.health().ready
+
+
+async def test_a_device_error_ends_every_request_once_and_the_engine(engine, gate):
+    gate.open.clear()
+    tasks = [asyncio.create_task(collect(engine, PROMPT, GREEDY, BUDGET)) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    gate.fail = True
+    gate.open.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(r, EngineDeadError) and "device-side assert" in str(r) for r in results)
+    assert engine.ended.is_set()
+    assert not engine.health().alive
+    with pytest.raises(EngineDeadError):
+        await collect(engine, PROMPT, GREEDY)
+
+
+async def test_the_watchdog_ends_a_hung_engine(gate):
+    config = EngineConfig(max_num_seqs=2, stall_timeout_s=0.02, watchdog_s=0.1, own_process=False)
+    engine = await AsyncEngine.start(config, build=gate.build)
+    gate.open.clear()
+    with pytest.raises(EngineDeadError, match="no step has finished"):
+        await asyncio.wait_for(collect(engine, PROMPT, GREEDY, BUDGET), 10)
+    assert engine.ended.is_set()
+    gate.open.set()
+    await engine.stop()
+
+
+async def test_a_model_that_cannot_be_loaded_says_why():
+    with pytest.raises(ParameterError, match="model"):
+        await AsyncEngine.start(EngineConfig(model="/nowhere/at/all", own_process=False))
+
+
+def _refuse(config):
+    raise UnsupportedError("model", "bert is not supported")
+
+
+async def test_a_refused_model_reaches_the_caller_by_name():
+    with pytest.raises(UnsupportedError, match="bert"):
+        await AsyncEngine.start(EngineConfig(own_process=False), build=_refuse)
+
+
+async def test_no_seed_differs_and_a_seed_repeats(engine):
+    seeds = [engine._accept(PROMPT, SamplingParams(), ThinkingParams(), ()).sampling.seed for _ in range(3)]
+    assert len(set(seeds)) == 3
+    assert engine._accept(PROMPT, SamplingParams(seed=5), ThinkingParams(), ()).sampling.seed == 5

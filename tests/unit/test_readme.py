@@ -1,0 +1,155 @@
+"""The pages tell the truth: commands exist, snippets run, links and trees match the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks/README.md",
+    *ROOT.glob("docs/*.md"),
+]
+ADDRESS = "http://127.0.0.1:8000"
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Fenced code blocks of a page in one language ("" for those without)."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every command line of a page's sh blocks, as words."""
+    text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+ALL_COMMANDS = [words for page in PAGES for words in commands(page)]
+SNIPPETS = blocks(README, "python")
+
+
+@cache
+def help_of(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "thinkfold", *command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """`thinkfold serve` on a free port; yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "thinkfold", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    try:
+        for _ in range(1200):
+            assert process.poll() is None, "the server ended early"
+            try:
+                urllib.request.urlopen(f"{address}/ready", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_there_is_something_to_test() -> None:
+    assert len(SNIPPETS) == 2
+    assert {words[0] for words in ALL_COMMANDS} == {"make", "thinkfold", "curl"}
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    wanted = {words[1] for words in ALL_COMMANDS if words[0] == "make"}
+    wanted |= {m for page in PAGES for m in re.findall(r"`make ([a-z]+)", page.read_text())}
+    assert wanted
+    assert wanted <= targets
+
+
+def test_commands_and_their_options_exist() -> None:
+    for words in (words for words in ALL_COMMANDS if words[0] == "thinkfold"):
+        command = words[1:3] if words[1] == "bench" else words[1:2]
+        shown = help_of(*command)
+        missing = [w for w in words[2:] if w.startswith("-") and not re.search(rf"(?<!\S){w}\b", shown)]
+        assert not missing, f"{' '.join(words)}: no {missing}"
+
+
+def test_every_command_has_its_own_help() -> None:
+    shown = help_of()
+    assert all(name in shown for name in ("serve", "ask", "eval", "bench"))
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda s: re.findall(r"\w+", s)[1])
+def test_snippets_run(snippet: str, request: pytest.FixtureRequest) -> None:
+    if ADDRESS in snippet:
+        snippet = snippet.replace(ADDRESS, request.getfixturevalue("server"))
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 0
+
+
+def test_curl_commands_are_answered(server: str) -> None:
+    for words in (words for words in ALL_COMMANDS if words[0] == "curl"):
+        url = next(w for w in words if w.startswith(ADDRESS)).replace(ADDRESS, server)
+        header = words[words.index("-H") + 1].split(": ")
+        body = words[words.index("-d") + 1].encode()
+        with urllib.request.urlopen(urllib.request.Request(url, body, dict([header])), timeout=120) as reply:
+            answer = json.load(reply)
+        assert answer["choices"][0]["message"]["reasoning"]
+
+
+def test_the_tree_matches_the_disk() -> None:
+    tree = next(block for block in blocks(README, "") if block.startswith("src/"))
+    paths: list[Path] = []
+    for line in tree.splitlines():
+        name = line.split()[0]
+        base = ROOT / "src" / "thinkfold" if line.startswith(" ") else ROOT
+        paths.append(base / name)
+    missing = [str(p.relative_to(ROOT)) for p in paths if not p.exists()]
+    assert not missing
+    package = {p for p in (ROOT / "src" / "thinkfold").iterdir() if p.is_dir() and any(p.glob("*.py"))}
+    assert package <= set(paths), "the tree misses a package"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_files_named_in_pages_exist() -> None:
+    for page in PAGES:
+        named = re.findall(r"`((?:tests|src|benchmarks|docs|training)/[\w./-]+|\w+/\w+\.py)`", page.read_text())
+        places = [ROOT, ROOT / "src" / "thinkfold", page.parent]
+        missing = [n for n in named if not any((p / n).exists() for p in places) and "NAME" not in n]
+        assert not missing, f"{page.name}: {missing}"

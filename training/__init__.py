@@ -1,0 +1,1 @@
+"""The recipe that made Pebble: traces, tokenizer, data, training and measuring."""
