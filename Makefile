@@ -5,6 +5,8 @@ STAMP := $(VENV)/.installed
 BENCH ?= serve
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Threads that wait asleep: spinning ones slow everything down by far on a machine that has other work too.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 # The first Python of a supported version; `make setup PYTHON=/path/to/python` picks another.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))

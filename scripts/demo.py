@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from thinkfold.pebble.suites import problem_at
 
 READY_SECONDS = 120
 ANSWER_SECONDS = 300
+MAX_TOKENS = 6_000
 SUITE = "medium"
 QUESTION = 3
 
@@ -150,6 +152,7 @@ def ask(address: str, problem: Problem, screen: Screen) -> dict[str, Any]:
         model=model,
         messages=[{"role": "user", "content": problem.question}],
         temperature=0,
+        max_tokens=MAX_TOKENS,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -171,6 +174,7 @@ def show(delta: Any, seen: dict[str, Any], screen: Screen, started: float) -> No
     content = delta.content or ""
     if (reasoning or content) and seen["first"] is None:
         seen["first"] = time.monotonic() - started
+    if reasoning and not screen.segments:
         screen.title("Thinking")
     screen.thinking(reasoning)
     if content:
@@ -210,6 +214,7 @@ def main() -> int:
     parser.add_argument("--suite", default=SUITE, help="one of Pebble's suites")
     parser.add_argument("--question", type=int, default=QUESTION, help="number of the question in the suite")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped on the way out
     started = time.monotonic()
     screen = Screen(sys.stdout)
     problem = problem_at(args.suite, args.question)
@@ -226,7 +231,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        print(f"demo: {error}", file=sys.stderr)
+        print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     return 0
 

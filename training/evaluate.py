@@ -138,6 +138,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--suites", nargs="*", default=["long", "hard", "medium"])
     parser.add_argument("-n", type=int, default=200)
+    parser.add_argument("--offset", type=int, default=0)
     parser.add_argument("--vote", nargs="*", default=[], help="suites to sample as well")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.7)
@@ -154,7 +155,7 @@ def main() -> None:
     measure = Measure(arguments)
     for suite in arguments.suites:
         samples = arguments.samples if suite in arguments.vote else 0
-        measure.add(suite, list(problems(suite, arguments.n)), samples)
+        measure.add(suite, list(problems(suite, arguments.n, arguments.offset)), samples)
     for name, items in sweep(arguments.sweep, arguments.sweep_n) if arguments.sweep else []:
         measure.add(name, items, arguments.sweep_samples)
     ready = time.monotonic()

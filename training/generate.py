@@ -87,10 +87,23 @@ class Decoder:
                 0.0, False, False, seqused_k=used.int(),
             )  # fmt: skip
             return out[0]
-        most = self.longest if self.device.type == "cuda" else int(used.max())
+        if self.device.type != "cuda":
+            return self._attend_each(q, keys, values, used)
+        most = self.longest
         mask = (torch.arange(most, device=self.device) < used[:, None])[:, None, None]
         k, v = (x[:, :most].transpose(1, 2) for x in (keys, values))
         return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, enable_gqa=True)[:, :, 0]
+
+    def _attend_each(self, q: Tensor, keys: Tensor, values: Tensor, used: Tensor) -> Tensor:
+        """Slot by slot over what is stored: no copies, which is what counts on a CPU."""
+        out = torch.zeros_like(q)
+        grouped = q.view(self.slots, self.shape.kv_heads, -1, self.shape.head_dim) * self.shape.head_dim**-0.5
+        for slot, length in enumerate(used.tolist()):
+            if self.idle[slot]:
+                continue
+            k, v = (x[slot, :length].transpose(0, 1) for x in (keys, values))  # [kv_heads, length, head_dim]
+            out[slot] = ((grouped[slot] @ k.mT).softmax(-1) @ v).flatten(0, 1)
+        return out
 
     def _step(self) -> None:
         """One token for every slot that is not idle."""

@@ -35,7 +35,7 @@ LONG: tuple[Entry, ...] = (
 )
 LISTS = (SHORT, MIDDLE, LONG)
 # Share of tokens from each list by stage; training/train.py says when a stage begins.
-STAGES: tuple[tuple[float, float, float], ...] = ((1.0, 0.0, 0.0), (0.45, 0.55, 0.0), (0.2, 0.3, 0.5))
+STAGES: tuple[tuple[float, float, float], ...] = ((1.0, 0.0, 0.0), (0.45, 0.55, 0.0), (0.14, 0.26, 0.6))
 
 
 def _weights(entries: tuple[Entry, ...]) -> list[float]:

@@ -40,9 +40,7 @@ class Template:
 
     def prompt(self, messages: list[Message], enable_thinking: bool = True) -> str:
         """The prompt that the model continues."""
-        return self._template.render(
-            messages=messages, add_generation_prompt=True, enable_thinking=enable_thinking
-        )
+        return self._template.render(messages=messages, add_generation_prompt=True, enable_thinking=enable_thinking)
 
 
 def answer_sentence(answer: str) -> str:

@@ -15,11 +15,36 @@ PAGE_SIZES = (8, 16, 32, 64)
 class EngineConfig:
     """How an engine is built. Names follow vLLM where the meaning is the same.
 
-    `model` is a folder, a hub id, or `pebble`, the reasoner inside the package.
-    `kv_cache_bytes` fixes the KV pool; otherwise a profiling run sizes it so that the
-    process stays within `gpu_memory_utilization` of the device (of free memory on a CPU).
-    `pipeline_depth` 1 plans a step ahead of the device, 0 waits for each step; None picks
-    1 on a GPU and 0 on a CPU. `own_process` None runs the core in its own process on a GPU.
+    Raises ParameterError. The command line shows these sentences as the help of its flags.
+
+    `model` is a folder, a hub id, or pebble, the reasoner inside the package.
+    `served_model_name` is the name that clients use; None takes `model`.
+    `load_format` dummy makes random weights, for benchmarks.
+    `dtype` auto is the checkpoint's on a GPU and float32 on a CPU.
+    `device` is auto, cpu, cuda or cuda:N.
+    `max_model_len` bounds prompt and output together; None takes the model's own length.
+    `max_num_seqs` bounds the branches that run at once.
+    `max_num_batched_tokens` is the token budget of one step.
+    `max_waiting` bounds the queue behind the running branches; beyond it the server answers 429.
+    `page_size` is the tokens of one KV page: 8, 16, 32 or 64.
+    `kv_cache_bytes` fixes the KV pool; None sizes it by a profiling run.
+    `kv_cache_dtype` auto is the model's dtype, the only one so far.
+    `gpu_memory_utilization` is the share of the device (of free memory on a CPU) to stay within.
+    `enable_prefix_caching` shares the KV of equal visible prefixes between requests.
+    `pipeline_depth` 1 plans a step ahead of the device, 0 waits for each; None is 1 on a GPU.
+    `own_process` runs the core in a process of its own; None does so on a GPU.
+    `seed` makes the random weights of load_format dummy repeatable.
+    `default_thinking_budget` is the thinking limit of requests that name none; -1 is no limit.
+    `enable_thinking` is the choice of requests that name none.
+    `think_start` is the start marker of a model that is not in the family table.
+    `think_end` is its end marker.
+    `think_force` is the text that ends its thinking by force; None takes `think_end`.
+    `closing_words` are written before a forced end and count against the budget.
+    `normalize_prompts` unifies line ends and trailing blanks of system and few-shot text.
+    `min_segment_tokens` joins shorter segments of thinking to the next.
+    `max_segment_tokens` ends a segment that has found no delimiter.
+    `stall_timeout_s` without a finished step makes the server not ready.
+    `watchdog_s` without a finished step ends the engine.
     """
 
     model: str = "pebble"

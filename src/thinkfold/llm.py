@@ -50,9 +50,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many, one output each, in order."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        enabled = _enabled(thinking, self.engine.config.enable_thinking)
+        thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
         encode = self.engine.prompts.encode_chat
-        prompts = [encode(list(conversation), enable_thinking=enabled) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [encode(conversation, enable_thinking=thinking.template_switch) for conversation in conversations]
         return self._run(self._generate(prompts, sampling, thinking))
 
     def close(self) -> None:
@@ -110,10 +110,3 @@ def _as_list(prompts: Any) -> list[str | Sequence[int]]:
         return [prompts]
     return list(prompts)
 
-
-def _enabled(thinking: ThinkingParams | None, default: bool) -> bool | None:
-    if thinking is None:
-        return default
-    if thinking.reasoning_effort == "none" and thinking.thinking_token_budget is None:
-        return False
-    return default if thinking.enabled is None else thinking.enabled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -99,7 +99,7 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 2.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -170,6 +170,20 @@ class ThinkingParams:
             raise ParameterError("reasoning_effort", f"must be one of {', '.join(EFFORT_BUDGETS)}, got {effort!r}")
         if self.eos_in_thinking not in ("close", "stop"):
             raise ParameterError("eos_in_thinking", f"must be close or stop, got {self.eos_in_thinking!r}")
+
+    def with_default(self, enabled: bool) -> ThinkingParams:
+        """Thinking off where the request says nothing and the server's default is off."""
+        silent = (self.enabled, self.thinking_token_budget, self.reasoning_effort) == (None, None, None)
+        return replace(self, enabled=False) if silent and not enabled else self
+
+    @property
+    def template_switch(self) -> bool | None:
+        """What to tell the chat template: no thinking where none may be spent; None says nothing."""
+        if self.enabled is not None:
+            return self.enabled
+        budget = self.thinking_token_budget
+        spends_none = budget == 0 or (budget is None and self.reasoning_effort == "none")
+        return False if spends_none else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -113,8 +114,7 @@ class ScriptedEngine:
         try:
             if self.gate is not None:
                 await self.gate.wait()
-            turns = list(self.order or ()) + [i for _ in range(sampling.max_tokens or 100_000) for i in range(sampling.n)]
-            for count, turn in enumerate(turns):
+            for count, turn in enumerate(itertools.chain(self.order or (), itertools.cycle(range(sampling.n)))):
                 if branches[turn].out.finish_reason is not None:
                     continue
                 await asyncio.sleep(0)
@@ -144,6 +144,7 @@ class _Branch:
     def step(self) -> CompletionOutput:
         token = "a" if self.loop else next(self.script)
         out = self.out
+        phase = None if token in ("<think>", "</think>", EOS) else out.phase
         news = CompletionOutput(out.index, phase=out.phase)
         out.num_output_tokens += 1
         if token in ("<think>", "</think>"):
@@ -163,7 +164,7 @@ class _Branch:
         if self.sampling.logprobs is not None:
             token_id = self.tokenizer.encode(token)[0]
             top = ((token_id, -0.5), (0, float("-inf")))[: self.sampling.logprobs]
-            news.logprobs = [TokenLogprobs(token_id, -0.5, top)]
+            news.logprobs = [TokenLogprobs(token_id, -0.5, top, phase)]
         for name in ("num_output_tokens", "num_thinking_tokens", "finish_reason", "thinking_end_reason", "phase"):
             setattr(news, name, getattr(out, name))
         return news

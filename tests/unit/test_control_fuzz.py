@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import thinkfold
 from thinkfold.text.vocabulary import Vocabulary
-from thinkfold.thinking.families import resolve_family, template_switch
+from thinkfold.thinking.families import resolve_family
 from thinkfold.types import FinishReason, Phase, ThinkingEndReason
 
 WORDS = ["a", "b", ".", "\n", "\n\n", "<", "</", "think", ">", b"\xf0\x9f", b"\x99\x82", "ab"]
@@ -94,7 +94,7 @@ def test_pebble_is_a_thinking_model():
     vocabulary = Vocabulary.from_tokenizer(tokenizer)
     family = resolve_family(tokenizer, vocabulary, "qwen3")
     assert family is not None
-    assert (family.name, template_switch(tokenizer)) == ("qwen3", "enable_thinking")
+    assert family.name == "qwen3"
     assert vocabulary.text(family.force_ids) == "</think>\n\n"
     assert family.delimiter_ids == {tokenizer.convert_tokens_to_ids("<|segment|>")}
     for text in ("12 × 7 = 84, naïve 思考 🙂\r\n", "\x00\x7f\u2028"):

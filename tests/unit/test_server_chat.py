@@ -114,6 +114,15 @@ async def test_logprobs_in_chat() -> None:
     first = whole["content"][0]
     assert (first["token"], first["bytes"], first["logprob"]) == ("A", [65], -0.5)
     assert first["top_logprobs"][1]["logprob"] == -9999.0
+    assert [e["token"] for e in whole["content"]] == ["A", "é"]
+    assert whole["reasoning"] == []
+
+
+async def test_logprobs_are_kept_apart_by_phase() -> None:
+    async with serving(ScriptedEngine((("<think>", "w", "</think>", "A", EOS),))) as client:
+        whole = (await chat(client, logprobs=True)).json()["choices"][0]["logprobs"]
+    assert [e["token"] for e in whole["content"]] == ["A"]
+    assert [e["token"] for e in whole["reasoning"]] == ["w"]
 
 
 async def test_keep_alive_comments_while_nothing_happens() -> None:

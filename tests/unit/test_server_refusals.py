@@ -105,7 +105,7 @@ async def test_case_51_numbers_that_are_none(name: str, value: str) -> None:
     ("field", "bad"),
     [
         ("top_p", 0), ("top_k", -5), ("temperature", 2.1), ("temperature", -0.1), ("n", 0), ("n", 1000), ("n", 1.5),
-        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 10**30), ("max_tokens", "7"), ("seed", 10**40),
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "7"), ("seed", 10**40),
         ("stop", [""]), ("stop", ["x"] * 1000), ("stop", 7), ("stop", [7]), ("top_logprobs", 3), ("min_tokens", -1),
         ("stream", 1), ("stream_options", {"include_usage": True}), ("model", 7), ("messages", {}), ("messages", None),
         ("metadata", {"a": 1}), ("user", 3),
@@ -113,11 +113,12 @@ async def test_case_51_numbers_that_are_none(name: str, value: str) -> None:
 )  # fmt: skip
 async def test_case_51_values_out_of_range_are_named(field: str, bad: Any) -> None:
     error = await refused(ScriptedEngine(), json.dumps(chat_body(**{field: bad})))
-    assert error["param"].split("[")[0] in ((field, "max_tokens") if field == "max_tokens" else (field,))
+    assert error["param"].split("[")[0].split(".")[0] == field
 
 
 async def test_case_51_boundaries_are_accepted() -> None:
     good = {"temperature": [0, 2, 2.0], "top_p": [1, 1e-9], "min_p": [0, 1], "top_k": [-1, 0, 10**9], "n": [1, 128]}
+    good["max_tokens"] = [1, 10**30]
     async with serving(ScriptedEngine()) as client:
         for name, values in good.items():
             for value in values:
@@ -181,7 +182,8 @@ async def test_case_49_missing_messages_and_a_template_that_raises() -> None:
     "raw",
     [b"", b"{", b"[]", b"7", b'"x"', b"null", b"\xff\xfe", b'{"model": "\xff"}', b"[" * 100_000, b'{"a":' * 100_000,
      json.dumps(chat_body(messages=[{"role": "user", "content": "\ud800"}])).encode(),
-     json.dumps(chat_body(stop="\udc00")).encode(), b'{"\\ud800": 1}', json.dumps(chat_body())[:-1].encode() + b',"seed": ' + b"9" * 100_000 + b"}"],
+     json.dumps(chat_body(stop="\udc00")).encode(), b'{"\\ud800": 1}',
+     json.dumps(chat_body())[:-1].encode() + b',"seed": ' + b"9" * 100_000 + b"}"],
 )  # fmt: skip
 async def test_bodies_that_are_no_requests(raw: bytes) -> None:
     await refused(ScriptedEngine(), raw)

@@ -7,7 +7,7 @@ from branch_script import MARKERS, SPECIALS, TEMPLATE, Kit, byte_tokenizer, run,
 
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.text.vocabulary import Vocabulary
-from thinkfold.thinking.families import resolve_family, template_switch
+from thinkfold.thinking.families import resolve_family
 from thinkfold.types import FinishReason, Phase, PromptState
 
 HARMONY_TEMPLATE = "<|start|>assistant<|channel|>analysis<|message|>"
@@ -61,13 +61,6 @@ def test_case_6_switched_off():
     assert seen(output) == ("", "A", FinishReason.STOP)
     assert output.num_thinking_tokens == 0
     assert output.thinking_end_reason is None
-
-
-def test_template_switch():
-    assert template_switch(byte_tokenizer()) == "enable_thinking"
-    assert template_switch(byte_tokenizer(template="enable_thinking {{ thinking }}")) == "thinking"
-    assert template_switch(byte_tokenizer(template="<think>")) is None
-    assert template_switch(byte_tokenizer(template=None)) is None
 
 
 def test_force_carries_the_newlines_of_the_template():

@@ -66,7 +66,9 @@ def _block(
     return lines, total
 
 
-def _segments(steps: list[Operation], first: int, state: dict[str, int], total: int, rng: Random) -> tuple[list[str], int]:
+def _segments(
+    steps: list[Operation], first: int, state: dict[str, int], total: int, rng: Random
+) -> tuple[list[str], int]:
     """Segments for one block of operations, with a planted and caught slip now and then."""
     segments = []
     last = first + len(steps) - 1

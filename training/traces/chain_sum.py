@@ -29,7 +29,10 @@ def _group(numbers: list[int], word: str) -> tuple[list[str], int]:
 
 def _difference(plus: int, minus: int) -> tuple[str, int]:
     if plus >= minus:
-        return f"{plus} is not smaller than {minus}.\n{subtraction(plus, minus)}\nSo the result is {plus - minus}.", plus - minus
+        return (
+            f"{plus} is not smaller than {minus}.\n{subtraction(plus, minus)}\nSo the result is {plus - minus}.",
+            plus - minus,
+        )
     steps = subtraction(minus, plus)
     return f"{plus} is smaller than {minus}.\n{steps}\nSo the result is {plus - minus}.", plus - minus
 

@@ -6,6 +6,7 @@ from thinkfold.pebble.problem import Problem
 from thinkfold.pebble.tasks.countdown import Numbers, Step, branches, results
 from training.traces.trace import Trace
 
+
 def _joined(numbers: Numbers) -> str:
     return ",".join(map(str, numbers))
 
@@ -77,7 +78,9 @@ def write(problem: Problem, rng: Random) -> Trace:
     settled = len(segments) - 1
     if rng.random() < 0.4:
         lines = ", ".join(f"{x}{op}{y}={value}" for x, op, y, value, _ in path)
-        segments.append(f"Let me check: {lines}. The numbers {_joined(numbers)} are each used once. So {target} is right.")
+        segments.append(
+            f"Let me check: {lines}. The numbers {_joined(numbers)} are each used once. So {target} is right."
+        )
     return Trace(segments, text, settled)
 
 

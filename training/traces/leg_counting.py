@@ -12,7 +12,8 @@ def _passage(animals: list[tuple[str, int]], opening: str) -> list[str]:
     for k, (animal, count) in enumerate(animals, 1):
         legs = LEGS[animal]
         before, total = total, total + legs * count
-        lines.append(f"{plural(animal, count)}: {legs} legs each, {count}*{legs}={legs * count}, {before}+{legs * count}={total}.")
+        here = legs * count
+        lines.append(f"{plural(animal, count)}: {legs} legs each, {count}*{legs}={here}, {before}+{here}={total}.")
         if k % 5 == 0 or k == len(animals):
             lines.append(f"So up to {animal} there are {total} legs.")
             segments.append("\n".join(lines))

@@ -3,7 +3,6 @@
 from random import Random
 
 from thinkfold.pebble.problem import Problem
-from training.traces.digits import slipped
 from training.traces.trace import Trace, unlearned
 
 SLIP_RATE = 0.03

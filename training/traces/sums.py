@@ -49,7 +49,10 @@ def nines(a: int, b: int, value: int) -> tuple[str, bool]:
     (text_a, rest_a), (text_b, rest_b), (text_v, rest_v) = residue(a), residue(b), residue(value)
     expected = rest_a * rest_b
     verdict = "ok" if expected % 9 == rest_v else "wrong"
-    return f"Check {text_a} {text_b} {rest_a}*{rest_b}={expected:02d}:{expected % 9} {text_v} {verdict}.", verdict == "ok"
+    return (
+        f"Check {text_a} {text_b} {rest_a}*{rest_b}={expected:02d}:{expected % 9} {text_v} {verdict}.",
+        verdict == "ok",
+    )
 
 
 def _product_segments(index: int, a: int, b: int, rng: Random) -> list[str]:

@@ -18,6 +18,8 @@ GATHER_BYTES = 8 << 20
 MAX_PADDING = 0.15
 # Lengths are padded to this, so that no vector loop of a softmax ends in a scalar tail.
 LENGTH_ALIGN = 64
+# BLAS sums in blocks of 192; a length between one and two blocks is halved instead (measured, MKL).
+SUM_BLOCK = 192
 
 _MEMO = "_thinkfold_gather_plans"
 
@@ -25,7 +27,7 @@ _MEMO = "_thinkfold_gather_plans"
 class Row(NamedTuple):
     """One row of the batch: queries `[start, start + q_len)`, `kv_len` entries, read from `first`."""
 
-    index: int
+    line: int
     start: int
     q_len: int
     kv_len: int
@@ -37,14 +39,16 @@ class Gather(NamedTuple):
 
     `blocks` `[2, n * Hkv * P]` are key and value blocks of layer 0, rows of kv seen as
     `[num_pages * L * Hkv * 2, page_size * D]`; `stale` are entries of the gathered
-    `[n * Hkv * length]` behind a row's end; `visible` `[n, length]` are those a row's last query sees.
+    `[n * Hkv * length]` behind a row's end; `mask` `[n, 1, 1, length]` is 0 where a row's last
+    query sees and -inf elsewhere; `tokens` `[n]` are the rows' first tokens.
     """
 
     rows: list[Row]
     length: int
     blocks: Tensor
     stale: Tensor
-    visible: Tensor
+    mask: Tensor
+    tokens: Tensor
 
 
 class GatherPlan(NamedTuple):
@@ -70,8 +74,8 @@ def plan_for(
 
     A kept plan is used only while lengths, table and slots still hold the same values.
     """
-    memo: dict[tuple[int, torch.Size], GatherPlan] = getattr(page_table, _MEMO, {})
-    key = (window, kv.shape)
+    memo: dict[tuple[int, torch.Size, torch.dtype], GatherPlan] = getattr(page_table, _MEMO, {})
+    key = (window, kv.shape, kv.dtype)
     lengths = [cu_seqlens_q.tolist(), kv_lens.tolist()]
     plan = memo.get(key)
     if (
@@ -93,9 +97,16 @@ def first_entry(query: int, window: int) -> int:
 
 
 def padded(length: int, page_size: int) -> int:
-    """`length` rounded up to whole pages and whole vectors."""
+    """`length` rounded up to whole pages, so that zeros change no bit of the sums over it."""
     align = max(LENGTH_ALIGN, page_size)
-    return -(-length // align) * align
+    length = -(-length // align) * align
+    short = 2 * SUM_BLOCK - length % KV_CHUNK
+    return length + short if 0 < short < SUM_BLOCK else length
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `visible`, else -inf."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def _make(kv: Tensor, lengths: list[list[int]], table: Tensor, slots: Tensor, window: int) -> GatherPlan:
@@ -147,13 +158,13 @@ def _groups(rows: list[Row], kv: Tensor) -> list[list[Row]]:
 def _gather(rows: list[Row], kv: Tensor, page_table: Tensor, window: int) -> Gather:
     _, num_layers, num_heads, _, page_size, _ = kv.shape
     length = padded(max(row.kv_len - row.first for row in rows), page_size)
-    index, ends, firsts = torch.tensor(
-        [[r.index, r.kv_len - r.first, r.first // page_size] for r in rows], device=kv.device
+    lines, ends, firsts, tokens = torch.tensor(
+        [[r.line, r.kv_len - r.first, r.first // page_size, r.start] for r in rows], device=kv.device
     ).T[..., None]  # [n, 1] each
     used = torch.div(ends + page_size - 1, page_size, rounding_mode="floor")
     columns = torch.arange(length // page_size, device=kv.device)
     # Behind its last page a row repeats its own first one: no other row's numbers can reach it.
-    pages = page_table[index, torch.where(columns < used, columns, 0) + firsts].long()
+    pages = page_table[lines, torch.where(columns < used, columns, 0) + firsts].long()
     heads = torch.arange(0, 2 * num_heads, 2, device=kv.device)[:, None]
     keys = (pages[:, None, :] * (num_layers * 2 * num_heads) + heads).view(-1)
     entries = torch.arange(length, device=kv.device)
@@ -162,4 +173,5 @@ def _gather(rows: list[Row], kv: Tensor, page_table: Tensor, window: int) -> Gat
     head_rows = torch.arange(num_heads, device=kv.device)
     stale = ((tail[:, :1] * num_heads + head_rows) * length + tail[:, 1:]).view(-1)
     visible = inside & (entries >= ends - window) if window > 0 else inside
-    return Gather(rows, length, torch.stack([keys, keys + 1]), stale, visible)
+    mask = additive_mask(visible, kv.dtype)[:, None, None, :]
+    return Gather(rows, length, torch.stack([keys, keys + 1]), stale, mask, tokens[:, 0].contiguous())

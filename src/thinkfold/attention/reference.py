@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinkfold.attention.gather_plan import Gather, GatherPlan, first_entry, padded, plan_for
+from thinkfold.attention.gather_plan import Gather, GatherPlan, additive_mask, first_entry, padded, plan_for
 
 # BLAS adds the products of a row in another order when a product has fewer rows than this.
 MIN_ROWS = 4
@@ -73,21 +73,16 @@ def _read(kv: Tensor, layer: int, gather: Gather) -> Tensor:
     return gathered.view(2, len(gather.rows), num_heads, gather.length, head_dim)
 
 
-def _mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-
-
 def _decode(q: Tensor, kv: Tensor, layer: int, gather: Gather, scale: float, out: Tensor, lse: Tensor) -> None:
     """Rows of one token: the query heads of a KV head are the rows of one product."""
     n, num_heads, head_dim = len(gather.rows), kv.shape[2], kv.shape[5]
     group = q.shape[1] // num_heads
     keys, values = _read(kv, layer, gather)
-    tokens = torch.tensor([row.start for row in gather.rows], device=q.device)
+    tokens = gather.tokens
     queries = q.index_select(0, tokens).view(n, num_heads, group, head_dim)
     if group % MIN_ROWS:
         queries = torch.nn.functional.pad(queries, (0, 0, 0, -group % MIN_ROWS))
-    mask = _mask(gather.visible, q.dtype)[:, None, None, :]
-    o, row_lse = _attend(queries, keys, values, mask, scale)
+    o, row_lse = _attend(queries, keys, values, gather.mask, scale)
     out.index_copy_(0, tokens, o[:, :, :group].reshape(n, -1, head_dim))
     lse.index_copy_(0, tokens, row_lse[:, :, :group].reshape(n, -1).float())
 
@@ -115,7 +110,7 @@ def _prefill(
         if n % MIN_ROWS:
             queries = torch.nn.functional.pad(queries, (0, 0, 0, -n % MIN_ROWS))
         keys, values = context[:, :, :, first - row.first : first - row.first + length]
-        o, row_lse = _attend(queries, keys, values, _mask(visible, q.dtype)[None, None], scale)
+        o, row_lse = _attend(queries, keys, values, additive_mask(visible, q.dtype)[None, None], scale)
         out[tokens] = o[:, :, :n].permute(2, 0, 1, 3).reshape(n, -1, head_dim)
         lse[tokens] = row_lse[:, :, :n].permute(2, 0, 1).reshape(n, -1).float()
 

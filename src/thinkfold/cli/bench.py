@@ -14,7 +14,9 @@ from thinkfold.errors import ParameterError, ThinkfoldError
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the command line."""
-    parser = subparsers.add_parser("bench", help="run a benchmark of the checkout", description=__doc__)
+    parser = subparsers.add_parser(
+        "bench", allow_abbrev=False, help="run a benchmark of the checkout", description=__doc__
+    )
     parser.add_argument("name", help=f"one of: {', '.join(sorted(scripts())) or 'none (this is not a checkout)'}")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the benchmark, such as --json or --help")
     parser.set_defaults(run=run)

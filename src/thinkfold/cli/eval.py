@@ -21,7 +21,7 @@ DEFAULT_QUESTIONS = 200
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `eval` to the command line."""
     parser = subparsers.add_parser(
-        "eval", help="measure a model on a suite or a file of questions", description=__doc__
+        "eval", allow_abbrev=False, help="measure a model on a suite or a file of questions", description=__doc__
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--suite", choices=list(SUITES), help="one of Pebble's suites")

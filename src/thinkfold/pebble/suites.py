@@ -28,10 +28,11 @@ SUITES: dict[str, tuple[Entry, ...]] = {
         ("leg_counting", {"animals": (6, 10)}),
     ),
     "hard": (
-        ("mental", {"terms": (10, 14), "first": (101, 999), "second": (11, 99)}),
+        ("mental", {"terms": (2, 3), "first": (101, 999), "second": (101, 999)}),
+        ("mental", {"terms": (8, 10), "first": (101, 999), "second": (101, 999)}),
+        ("graph", {"towns": (48, 52), "extra": 1.2}),
+        ("mental", {"terms": (4, 6), "first": (101, 999), "second": (101, 999)}),
         ("mental", {"terms": (3, 5), "first": (101, 999), "second": (101, 999)}),
-        ("graph", {"towns": (46, 52), "extra": 0.9}),
-        ("mental", {"terms": (12, 18), "first": (101, 499), "second": (11, 99)}),
     ),
     "long": (
         ("sums", {"terms": (9, 13), "digits": (3, 4)}),

@@ -60,7 +60,8 @@ def build(
 ) -> tuple[StepInputs, list[Tensor]]:
     """Pack `plan` and `extra` into tensors on `device` with one copy.
 
-    T and the number of sampled rows are padded to multiples of `token_tile`. Raises ValueError for a row whose pages are too few for its entries.
+    T and the number of sampled rows are padded to multiples of `token_tile`. Raises ValueError
+    for a row whose pages are too few for its entries.
     """
     rows = plan.rows
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -82,7 +83,7 @@ def build(
         _pad(_concat([_slots(row, page_size) for row in rows]), padding, -1),
         np.array([sample.slot for sample in samples_of(plan)], dtype=np.int64),
     ]
-    tensors = to_device(arrays + extra, device)
+    tensors = _to_device(arrays + extra, device)
     inputs = StepInputs(*tensors[: len(arrays)])
     inputs = inputs._replace(
         cu_seqlens_q=inputs.cu_seqlens_q.int(), kv_lens=inputs.kv_lens.int(), page_table=inputs.page_table.int()
@@ -95,7 +96,7 @@ def samples_of(plan: StepPlan) -> list[SampleRow]:
     return [sample for row in plan.rows for sample in row.samples]
 
 
-def to_device(arrays: list[IntArray], device: torch.device) -> list[Tensor]:
+def _to_device(arrays: list[IntArray], device: torch.device) -> list[Tensor]:
     """Move int64 arrays to `device` as views of one buffer: one copy, which does not wait."""
     packed = torch.from_numpy(_concat([a.reshape(-1) for a in arrays]))
     if device.type == "cuda":

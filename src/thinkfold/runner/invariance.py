@@ -5,12 +5,17 @@ BLAS libraries choose kernels, and with them the order of additions, by the numb
 
 from __future__ import annotations
 
+import logging
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from thinkfold.errors import UnsupportedError
+from thinkfold.runner.cpu_layers import PackedLinear
 
+logger = logging.getLogger(__name__)
+
+Linear = nn.Linear | PackedLinear
 TILES = (1, 2, 4, 8, 16, 32)
 PROBE_TILES = 12
 
@@ -18,26 +23,29 @@ PROBE_TILES = 12
 def row_tile(model: PreTrainedModel) -> int:
     """The smallest tile T such that products of T, 2T, 3T … rows give each row the same bits.
 
-    Measured on one linear layer of each shape of the model. Raises UnsupportedError if no tile
-    up to 32 does.
+    Measured on one linear layer of each shape of the model. Where no tile up to 32 does, rows
+    are not padded and a warning says that equal bits are not promised on this machine.
     """
-    shapes: dict[tuple[int, ...], Tensor] = {}
+    shapes: dict[tuple[int, int], Linear] = {}
     for module in model.modules():
-        if isinstance(module, nn.Linear):
-            shapes.setdefault(tuple(module.weight.shape), module.weight)
+        if isinstance(module, nn.Linear | PackedLinear):
+            shapes.setdefault((module.in_features, module.out_features), module)
     for tile in TILES:
-        if all(_invariant(weight, tile) for weight in shapes.values()):
+        if all(_invariant(linear, tile) for linear in shapes.values()):
             return tile
-    raise UnsupportedError("batch_invariant", "this machine's matrix products change with every batch size")
+    logger.warning("matrix products of this machine change with the batch: equal bits are not promised")
+    return 1
 
 
 @torch.inference_mode()
-def _invariant(weight: Tensor, tile: int) -> bool:
+def _invariant(linear: Linear, tile: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(tile * PROBE_TILES, weight.shape[1], generator=generator).to(weight.dtype)
-    whole = nn.functional.linear(rows, weight)
+    rows = torch.randn(tile * PROBE_TILES, linear.in_features, generator=generator)
+    if isinstance(linear, nn.Linear):
+        rows = rows.to(linear.weight.dtype)
+    whole = linear(rows)
     return all(
-        torch.equal(nn.functional.linear(rows[tile * lo : tile * hi], weight), whole[tile * lo : tile * hi])
+        torch.equal(linear(rows[tile * lo : tile * hi]), whole[tile * lo : tile * hi])
         for lo in range(2)
         for hi in range(lo + 1, PROBE_TILES + 1)
     )

@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
-from thinkfold.runner import adapter
+from thinkfold.runner import adapter, cpu_layers
 
 EMBEDDED_MODEL = "pebble"
 WAY_OUT = "run it in another engine and put thinkfold in front with --engine openai"
@@ -62,6 +69,8 @@ def load(config: EngineConfig) -> LoadedModel:
     dtype = _dtype(config.dtype, hf_config, device)
     model = _weights(source, config, hf_config, dtype, device)
     _check_class(model)
+    if device.type == "cpu" and dtype == torch.float32:
+        cpu_layers.speed_up(model)
     layout = _layout(hf_config)
     return LoadedModel(
         model=model,

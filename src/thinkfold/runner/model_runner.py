@@ -62,9 +62,7 @@ class ModelRunner:
         self._sampler = Sampler(
             loaded.vocab_size, config.max_num_seqs, loaded.eos_token_ids, end_marker_id, self._device
         )
-        size = page_bytes(
-            loaded.num_layers, loaded.num_kv_heads, config.page_size, loaded.head_dim, loaded.dtype
-        )
+        size = page_bytes(loaded.num_layers, loaded.num_kv_heads, config.page_size, loaded.head_dim, loaded.dtype)
         self._storage = self._allocate(2)
         self._profile(1)
         pages = sizing.pool_pages(
@@ -202,7 +200,7 @@ def _logprobs(
     """Log-probs of the rows that asked; `flat` holds top ids, then top log-probs, `[A, k]` each."""
     asked = sum(1 for s in samples if s.params.logprobs)
     width = flat.numel() // (2 * asked) if asked else 0
-    tops = iter(flat.view(2, asked, width).unbind(1)) if asked else iter(())
+    tops = iter(flat.view(2, asked, width).unbind(1) if asked else ())
     result: list[TokenLogprobs | None] = []
     for sample, token_id, stat in zip(samples, ids, stats, strict=True):
         number = sample.params.logprobs

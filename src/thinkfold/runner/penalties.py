@@ -28,9 +28,7 @@ def pack(samples: list[SampleRow]) -> list[IntArray]:
     of (slot, token id).
     """
     active = [(i, s) for i, s in enumerate(samples) if penalised(s.params)]
-    factors = [
-        (s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for _, s in active
-    ]
+    factors = [(s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for _, s in active]
     rebuilt = [(s.slot, s.history) for _, s in active if s.history is not None]
     return [
         np.array([i for i, _ in active], dtype=np.int64),

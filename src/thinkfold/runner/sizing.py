@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
+import psutil
 import torch
 
 from thinkfold.config import EngineConfig
@@ -57,9 +56,4 @@ def _device_bytes(utilization: float, device: torch.device, profile: Callable[[]
 
 def _free_host_bytes() -> int:
     """Memory that new work can take without swapping."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return psutil.virtual_memory().available

@@ -18,7 +18,6 @@ from thinkfold.server.contract import Engine
 from thinkfold.server.fields import RequestFields, check_model
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.logprobs import TokenBytes, chat_logprobs
-from thinkfold.server.policy import template_switch
 from thinkfold.server.reply import Choice
 from thinkfold.server.state import state_of
 from thinkfold.types import CompletionOutput
@@ -135,7 +134,7 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
     thinking = body.thinking_params(enabled_by_default=engine.config.enable_thinking)
     prompt = engine.prompts.encode_chat(
         body.messages,
-        enable_thinking=template_switch(thinking),
+        enable_thinking=thinking.template_switch,
         continue_final=bool(body.continue_final_message),
         reasoning_effort=body.reasoning_effort,
         limit=engine.model.max_model_len,

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes. They cover every output token, thinking included."""
+"""Log-probabilities in OpenAI's two shapes, aligned with the text: markers and end tokens have none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thinkfold.types import TokenLogprobs
+from thinkfold.types import Phase, TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
 _LOWEST = -9999.0  # OpenAI's number for "as good as impossible"; JSON has no infinity
@@ -22,21 +22,20 @@ def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, 
 
 
 def chat_logprobs(items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes) -> dict[str, Any]:
-    """`{"content": [...], "refusal": null}` with `num_top` alternatives a token."""
-    content = [
-        {
-            **_entry(item.token_id, item.logprob, token_bytes),
-            "top_logprobs": [_entry(i, value, token_bytes) for i, value in item.top[:num_top]],
-        }
-        for item in items
-    ]
-    return {"content": content, "refusal": None}
+    """`{"content": [...], "reasoning": [...], "refusal": null}` with `num_top` alternatives a token."""
+    shown: dict[Phase, list[dict[str, Any]]] = {Phase.ANSWER: [], Phase.THINKING: []}
+    for item in items:
+        if item.phase is not None:
+            top = [_entry(i, value, token_bytes) for i, value in item.top[:num_top]]
+            shown[item.phase].append({**_entry(item.token_id, item.logprob, token_bytes), "top_logprobs": top})
+    return {"content": shown[Phase.ANSWER], "reasoning": shown[Phase.THINKING], "refusal": None}
 
 
 def legacy_logprobs(
     items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes, offset: int
 ) -> dict[str, Any]:
-    """The lists of `/v1/completions`; `offset` is where the first token's text begins."""
+    """The lists of `/v1/completions`, answer tokens only; `offset` is where the first one's text begins."""
+    items = [item for item in items if item.phase is Phase.ANSWER]
     tokens = [token_bytes(item.token_id).decode("utf-8", "replace") for item in items]
     offsets: list[int] = []
     for token in tokens:

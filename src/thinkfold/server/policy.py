@@ -6,7 +6,7 @@ limit. `max_tokens` wins over a larger budget. The engine turns the wish into a 
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
@@ -41,8 +41,7 @@ class ThinkingFields(StrictModel):
             reasoning_effort=self.reasoning_effort,
             eos_in_thinking=self.eos_in_thinking or "close",
         )
-        silent = (params.enabled, params.thinking_token_budget, params.reasoning_effort) == (None, None, None)
-        return replace(params, enabled=False) if silent and not enabled_by_default else params
+        return params.with_default(enabled_by_default)
 
     def _enabled(self) -> bool | None:
         kwargs = self.chat_template_kwargs or TemplateKwargs()
@@ -68,15 +67,6 @@ def _agreed(given: dict[str, Any]) -> Any:
         if given[name] != given[names[0]]:
             raise ParameterError(name, f"disagrees with {names[0]} ({given[name]} and {given[names[0]]})")
     return given[names[0]] if names else None
-
-
-def template_switch(params: ThinkingParams) -> bool | None:
-    """What to tell the chat template: no thinking where none may be spent."""
-    if params.enabled is not None:
-        return params.enabled
-    budget = params.thinking_token_budget
-    spends_none = budget == 0 or (budget is None and params.reasoning_effort == "none")
-    return False if spends_none else None
 
 
 def echo(policy: ThinkingPolicy) -> dict[str, Any]:

@@ -18,9 +18,7 @@ from thinkfold.types import Phase, PromptState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Family", "resolve_family", "template_switch"]
-
-SWITCHES = ("enable_thinking", "thinking")
+__all__ = ["Family", "resolve_family"]
 
 
 def resolve_family(
@@ -52,12 +50,6 @@ def resolve_family(
     if force is not None:
         raise UnsupportedError("think_force", f"{force!r} must be an end marker and no thinking (see closing_words)")
     return replace(family, force_ids=())
-
-
-def template_switch(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The chat template's variable that turns thinking on and off, if it has one."""
-    words = set(re.findall(r"\w+", " ".join(re.findall(r"\{%.*?%\}|\{\{.*?\}\}", _template(tokenizer), re.DOTALL))))
-    return next((name for name in SWITCHES if name in words), None)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:

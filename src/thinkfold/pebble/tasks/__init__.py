@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
+from typing import NamedTuple
 
 from thinkfold.pebble.problem import Problem, extract_boxed
 from thinkfold.pebble.tasks import (
@@ -21,16 +21,15 @@ from thinkfold.pebble.tasks.integers import same_integer
 __all__ = ["FAMILIES", "Family", "generate", "own_score", "score"]
 
 
-class Family(Protocol):
+class Family(NamedTuple):
     """What a task module offers."""
 
-    NAME: str
     generate: Callable[..., Problem]
     check: Callable[[Problem, str], float]
 
 
-FAMILIES: dict[str, Family] = {
-    module.NAME: module
+FAMILIES = {
+    module.NAME: Family(module.generate, module.check)
     for module in (sums, countdown, boxes, graph, chain_sum, gcd, number_sorting, leg_counting, mental)
 }
 BORROWED = ("chain_sum", "gcd", "number_sorting", "leg_counting")

@@ -42,18 +42,27 @@ def branches(numbers: Numbers) -> list[Step]:
     return found
 
 
-def reachable(numbers: Numbers, target: int) -> bool:
-    """Whether the pruned search reaches the target from these numbers."""
-    if len(numbers) == 2:
-        return any(value == target for _, value in results(*numbers))
-    return any(reachable(step[4], target) for step in branches(numbers))
+def _pair_reaches(x: int, y: int, target: int) -> bool:
+    if x < y:
+        x, y = y, x
+    return target in (x + y, x - y) or (y > 1 and (x * y == target or y * target == x))
+
+
+def _three_reach(numbers: Numbers, target: int) -> bool:
+    """Whether the pruned search reaches the target from three numbers sorted downwards."""
+    a, b, c = numbers
+    for x, y, z in ((a, b, c), (a, c, b), (b, c, a)):
+        for _, value in results(x, y):
+            if _pair_reaches(value, z, target):
+                return True
+    return False
 
 
 def _late(numbers: list[int], target: int) -> bool:
     """Whether at least eight branches fail before one succeeds, from either end of the list."""
     steps = branches(tuple(sorted(numbers, reverse=True)))
     ends = (steps[:8], steps[-8:])
-    return len(steps) > 16 and not any(reachable(step[4], target) for end in ends for step in end)
+    return len(steps) > 16 and not any(_three_reach(step[4], target) for end in ends for step in end)
 
 
 def _random_value(rng: Random, numbers: list[int]) -> int:

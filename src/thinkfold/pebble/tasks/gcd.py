@@ -5,12 +5,10 @@ from math import gcd
 from random import Random
 
 from thinkfold.pebble.problem import Problem
-from thinkfold.pebble.tasks.reasoning_gym import official_score
+from thinkfold.pebble.tasks.borrowed import official_score
 
 NAME = "gcd"
-QUESTION = (
-    "Find the Greatest Common Divisor (GCD) of these numbers: {}. Give only the GCD as your final answer."
-)
+QUESTION = "Find the Greatest Common Divisor (GCD) of these numbers: {}. Give only the GCD as your final answer."
 
 
 def build(numbers: list[int]) -> Problem:

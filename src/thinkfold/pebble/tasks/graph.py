@@ -44,7 +44,7 @@ def generate(rng: Random, towns: tuple[int, int] = (10, 16), extra: float = 0.4)
     """A graph of `towns` towns with about `1 + extra` roads a town."""
     names = rng.sample(NODES, rng.randint(*towns))
     lists: dict[str, list[str]] = {name: [] for name in names}
-    for a, b in _ring_roads(rng, list(names), extra):
+    for a, b in sorted(_ring_roads(rng, list(names), extra)):
         lists[a].append(b)
         lists[b].append(a)
     rng.shuffle(names)

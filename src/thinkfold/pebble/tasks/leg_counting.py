@@ -3,7 +3,7 @@
 from random import Random
 
 from thinkfold.pebble.problem import Problem
-from thinkfold.pebble.tasks.reasoning_gym import official_score
+from thinkfold.pebble.tasks.borrowed import official_score
 
 NAME = "leg_counting"
 QUESTION = """Your task is to count how many legs there are in total when given a list of animals.

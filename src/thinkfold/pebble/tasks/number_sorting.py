@@ -3,7 +3,7 @@
 from random import Random
 
 from thinkfold.pebble.problem import Problem
-from thinkfold.pebble.tasks.reasoning_gym import official_score
+from thinkfold.pebble.tasks.borrowed import official_score
 
 NAME = "number_sorting"
 QUESTION = """Sort these numbers in {} order: {}

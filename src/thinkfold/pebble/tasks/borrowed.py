@@ -8,7 +8,7 @@ from thinkfold.pebble.problem import Problem
 
 @cache
 def _dataset(name: str) -> Any:
-    import reasoning_gym
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
 
     return reasoning_gym.create_dataset(name, size=1, seed=0)
 

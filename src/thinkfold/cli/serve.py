@@ -1,0 +1,83 @@
+"""`thinkfold serve`: the OpenAI-compatible server. The socket answers while the model loads."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any
+
+from thinkfold.cli.engine_flags import add_engine_flags, engine_config
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from thinkfold.server.contract import EngineSlot
+
+ENGINE_DIED = 1
+_WATCH_S = 0.5
+_GRACE_S = 10
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("serve", help="serve a model with an OpenAI-compatible API", allow_abbrev=False)
+    parser.add_argument("model", nargs="?", default="pebble", help="a folder, a hub id, or pebble (default)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
+    add_engine_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal (0), until loading fails (raises) or the engine dies (1)."""
+    config = engine_config(args)
+    sock = _listen(args.host, args.port)
+    try:
+        return asyncio.run(_serve(config, sock))
+    finally:
+        sock.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+async def _serve(config: Any, sock: socket.socket) -> int:
+    import uvicorn
+
+    from thinkfold.engine.async_engine import AsyncEngine
+    from thinkfold.server.app import build_app
+
+    app = build_app(start=lambda: AsyncEngine.start(config))
+    slot: EngineSlot = app.state.thinkfold.slot
+    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S)
+    server = uvicorn.Server(options)
+    watcher = asyncio.create_task(_watch(slot, server, _url(sock)))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        watcher.cancel()
+    await asyncio.wait({watcher})
+    return 0 if watcher.cancelled() else watcher.result()
+
+
+async def _watch(slot: EngineSlot, server: uvicorn.Server, url: str) -> int:
+    """Say when the model is ready, and end the server if the engine does not live."""
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        engine = await slot.loaded()
+        print(f"thinkfold serves {engine.config.served_model_name or engine.model.name} at {url}", flush=True)
+        while engine.health().alive:
+            await asyncio.sleep(_WATCH_S)
+        if not server.should_exit:
+            print(f"thinkfold serve: the engine has died: {engine.health().reason}", flush=True)
+        return ENGINE_DIED
+    finally:
+        server.should_exit = True
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

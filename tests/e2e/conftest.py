@@ -1,0 +1,73 @@
+"""Real servers on real sockets around the real engine, with random weights of Pebble's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import openai
+import pytest
+import uvicorn
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.engine.messages import EngineStats
+from thinkfold.server.app import build_app
+
+DUMMY = {"load_format": "dummy", "seed": 0, "max_model_len": 2048, "kv_cache_bytes": 64 * 1024 * 1024}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server."""
+
+    url: str
+    engine: AsyncEngine
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+def run_server(config: EngineConfig) -> Iterator[Served]:
+    """Serve `config` from a thread until the generator is closed."""
+    app = build_app(start=lambda: AsyncEngine.start(config))
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    thread.start()
+    slot = app.state.thinkfold.slot
+    waiter = threading.Event()
+    for _ in range(1200):
+        if slot.engine is not None or slot.failure is not None:
+            break
+        waiter.wait(0.05)
+    assert slot.engine is not None, slot.failure
+    try:
+        yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", slot.engine)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        sock.close()
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    yield from run_server(EngineConfig(**DUMMY))
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def narrow() -> Iterator[Served]:
+    """One request at a time, one may wait."""
+    yield from run_server(EngineConfig(**DUMMY, max_num_seqs=1, max_waiting=1))

@@ -1,0 +1,50 @@
+"""The examples run as they are written (with random weights, so what they print is noise)."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DUMMY, Served, run_server
+
+import thinkfold
+from thinkfold.config import EngineConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Random weights never end by themselves: a short model keeps the replies short.
+SHORT: dict[str, Any] = {**DUMMY, "max_model_len": 96}
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[Served]:
+    yield from run_server(EngineConfig(**SHORT))
+
+
+@pytest.mark.parametrize("name", ["chat_stream", "budget"])
+def test_client_examples(
+    name: str, short: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, f"{short.url}/v1"])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert "thinking" in capsys.readouterr().out
+
+
+def test_offline_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = thinkfold.LLM
+
+    def dummy(model: str, **config: Any) -> Any:
+        return real(model, **{**SHORT, **config})
+
+    monkeypatch.setattr(sys, "argv", ["offline"])
+    monkeypatch.setattr(thinkfold, "LLM", dummy)
+    runpy.run_path(str(EXAMPLES / "offline.py"), run_name="__main__")
+    assert "then said" in capsys.readouterr().out
+
+
+def test_examples_are_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert len(lengths) == 3 and max(lengths.values()) < 40

@@ -1,0 +1,178 @@
+"""Clients that vanish, full queues, and the `thinkfold serve` process, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import httpx
+import openai
+import pytest
+from conftest import Served
+
+import thinkfold
+
+LONG: dict[str, Any] = {
+    "model": "pebble",
+    "messages": [{"role": "user", "content": "go"}],
+    "temperature": 1.0,
+    "ignore_eos": True,
+    "max_tokens": 1900,
+}
+PAUSE = threading.Event()
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Poll for at most ten seconds."""
+    return any(condition() or PAUSE.wait(0.02) for _ in range(500))
+
+
+def idle(served: Served) -> bool:
+    stats = served.stats()
+    held = sum(count for name, count in stats.pages_by_class.items() if name != "cached")
+    return (stats.running, stats.waiting, held) == (0, 0, 0)
+
+
+def busy(served: Served, requests: int) -> Callable[[], bool]:
+    return lambda: served.stats().running + served.stats().waiting >= requests
+
+
+def open_request(served: Served, body: dict[str, Any]) -> socket.socket:
+    """A socket on which the request was written and nothing read."""
+    where = urlparse(served.url)
+    raw = json.dumps(body).encode()
+    sock = socket.create_connection((where.hostname, where.port), timeout=30)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    sock.sendall(head.encode() + raw)
+    return sock
+
+
+def reset(sock: socket.socket) -> None:
+    """Close with a reset, as a killed client does."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def open_stream(served: Served) -> socket.socket:
+    """A stream that was accepted, after at most 100 refusals for a queue that is not empty yet."""
+    for _ in range(100):
+        sock = open_request(served, {**LONG, "stream": True})
+        if sock.recv(12) == b"HTTP/1.1 200":
+            return sock
+        sock.close()
+        PAUSE.wait(0.05)
+    raise AssertionError("the queue never emptied")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 4])
+def test_case_45_a_vanished_client_returns_its_pages(served: Served, stream: bool, n: int) -> None:
+    assert eventually(lambda: idle(served))
+    for _ in range(3):
+        sock = open_request(served, {**LONG, "stream": stream, "n": n})
+        if stream:
+            assert sock.recv(64).startswith(b"HTTP/1.1 200")
+        assert eventually(busy(served, 1))
+        reset(sock)
+        assert eventually(lambda: idle(served)), served.stats()
+
+
+def test_case_45_gone_at_once_and_while_queued(narrow: Served) -> None:
+    for _ in range(5):
+        reset(open_request(narrow, LONG))
+    first = open_stream(narrow)
+    queued = open_request(narrow, {**LONG, "stream": True})
+    assert eventually(busy(narrow, 2))
+    reset(queued)
+    assert eventually(lambda: narrow.stats().waiting == 0 and narrow.stats().running == 1)
+    reset(first)
+    assert eventually(lambda: idle(narrow))
+
+
+def test_case_45_closing_the_openai_stream(served: Served) -> None:
+    with served.client() as client:
+        stream = client.chat.completions.create(
+            **{k: v for k, v in LONG.items() if k != "ignore_eos"}, stream=True, extra_body={"ignore_eos": True}
+        )
+        assert next(iter(stream)).choices
+        stream.close()
+    assert eventually(lambda: idle(served))
+
+
+def test_a_full_queue_is_429(narrow: Served) -> None:
+    assert eventually(lambda: idle(narrow))
+    held = [open_stream(narrow), open_request(narrow, {**LONG, "stream": True})]
+    assert eventually(busy(narrow, 2))
+    with narrow.client() as client, pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model="pebble", messages=LONG["messages"], max_tokens=1)
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    for sock in held:
+        reset(sock)
+    assert eventually(lambda: idle(narrow))
+
+
+def test_a_slow_reader_gets_everything(served: Served) -> None:
+    sock = open_request(served, {**LONG, "stream": True, "seed": 1, "max_tokens": 300})
+    assert eventually(lambda: served.stats().running == 0 and served.stats().steps > 0)
+    with sock.makefile("rb") as lines:
+        text = b""
+        while b"[DONE]" not in text:
+            text += lines.readline()
+    sock.close()
+    assert text.count(b'"finish_reason":"length"') == 1
+
+
+def test_case_58_health_answers_beside_a_huge_message(served: Served) -> None:
+    body = {"model": "pebble", "messages": [{"role": "user", "content": "x" * 20_000_000}]}
+    status: list[int] = []
+    sender = threading.Thread(
+        target=lambda: status.append(httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).status_code)
+    )
+    sender.start()
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        while sender.is_alive():
+            assert client.get("/health").status_code == 200
+    assert status == [400]
+
+
+def test_metrics_count_what_was_served(served: Served) -> None:
+    with served.client() as client:
+        client.chat.completions.create(model="pebble", messages=LONG["messages"], max_tokens=3)
+    text = httpx.get(f"{served.url}/metrics").text
+    values = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if not line.startswith("#")}
+    assert values["thinkfold_answer_tokens_total"] >= 3
+    assert values["thinkfold_time_to_first_token_seconds_count"] >= 1
+    assert values["thinkfold_pages_total"] > 0 and values["thinkfold_ready"] == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_thinkfold_serve_from_start_to_signal(how: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "thinkfold.cli.main", "serve", "--port", "0", "--load-format", "dummy"]
+    command += ["--max-model-len", "512", "--kv-cache-bytes", "16777216"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "http://127.0.0.1:" in line, process.stderr.read() if process.stderr else ""
+        url = line.split()[-1]
+        assert httpx.get(url.removesuffix("/v1") + "/ready").status_code == 200
+        asked = [*command[:3], "ask", "hello", "--url", url, "--max-tokens", "4", "--depth", "none"]
+        done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert "answer tokens" in done.stdout and "\x1b" not in done.stdout
+        process.send_signal(how)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode in (130, -signal.SIGTERM) and "Traceback" not in errors

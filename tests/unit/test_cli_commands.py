@@ -1,0 +1,107 @@
+"""The command line: flags from the configuration, one-line errors, and `ask` against a scripted reply."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from server_stand_in import EOS, ScriptedEngine
+from tiny_tokenizer import OPEN_TEMPLATE
+
+import thinkfold
+from thinkfold.cli import ask
+from thinkfold.cli.engine_flags import add_engine_flags, engine_config
+from thinkfold.cli.main import INTERRUPTED, USAGE_ERROR, main
+from thinkfold.config import EngineConfig
+from thinkfold.types import SamplingParams, ThinkingParams
+
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1])}
+
+
+def parsed(*argv: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default="pebble")
+    add_engine_flags(parser)
+    return engine_config(parser.parse_args(argv))
+
+
+def test_no_flag_gives_the_default_configuration() -> None:
+    assert parsed() == EngineConfig()
+
+
+def test_every_field_has_a_flag_of_its_type() -> None:
+    config = parsed(
+        "some/model", "--block-size", "32", "--pipeline-depth", "0", "--no-enable-prefix-caching", "--own-process",
+        "--gpu-memory-utilization", "0.5", "--served-model-name", "x", "--load-format", "dummy", "--seed", "3",
+    )  # fmt: skip
+    assert (config.model, config.page_size, config.pipeline_depth, config.seed) == ("some/model", 32, 0, 3)
+    assert (config.enable_prefix_caching, config.own_process, config.gpu_memory_utilization) == (False, True, 0.5)
+    assert (config.served_model_name, config.load_format) == ("x", "dummy")
+
+
+def test_help_names_every_field_and_loads_no_torch() -> None:
+    code = (
+        "import sys; from thinkfold.cli.main import build_parser\n"
+        "build_parser()\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    text = parser.format_help()
+    assert all("--" + f.name.replace("_", "-") in text for f in fields(EngineConfig) if f.name != "model")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--page-size", "7", "--port", "0"], "page_size: must be one of"),
+        (["serve", "--host", "203.0.113.1", "--port", "0"], "thinkfold serve:"),
+        (["ask", "q", "--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1"),
+        (["ask", "q", "--url", "ftp://x"], "url: must start with"),
+        (["ask", "q", "--no-thinking", "--depth", "high"], "depth: disagrees"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == USAGE_ERROR
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("argv", [[], ["dance"], ["ask"], ["ask", "q", "--depth", "abyss"], ["serve", "--bogus"]])
+def test_usage_errors_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == USAGE_ERROR and "usage:" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ask, "run", interrupted)
+    assert main(["ask", "q"]) == INTERRUPTED
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("out", "ansi"), [(io.StringIO(), False), (Terminal(), True)])
+async def test_ask_shows_thinking_answer_and_costs(out: io.StringIO, ansi: bool) -> None:
+    engine = ScriptedEngine((("w", "</think>", "A", EOS),), template=OPEN_TEMPLATE)
+    printer = ask._Printer(out)
+    async for piece in ask._pieces(engine, "q", SamplingParams(), ThinkingParams()):
+        printer.show(piece)
+    text = out.getvalue()
+    assert ("\x1b[" in text) == ansi
+    assert text.index("w") < text.index("A") < text.index("thinking (ended: natural)")
+    assert text.count("\n") >= 3 and text.endswith("s\n" if not ansi else "s\x1b[0m\n")
