@@ -3,7 +3,7 @@
 It knows nothing of suites; thinkfold's engine is the way to serve the model.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -40,8 +40,6 @@ def load(folder: Path, device: torch.device) -> Pebble:
 
 def _true_shape(shape: Shape, weights: dict[str, Tensor]) -> Shape:
     """A toy run's export carries the full config; its sizes are read off the weights."""
-    from dataclasses import replace
-
     hidden = weights["model.embed_tokens.weight"].shape[1]
     if hidden == shape.hidden:
         return shape
@@ -89,9 +87,8 @@ class Decoder:
             return out[0]
         if self.device.type != "cuda":
             return self._attend_each(q, keys, values, used)
-        most = self.longest
-        mask = (torch.arange(most, device=self.device) < used[:, None])[:, None, None]
-        k, v = (x[:, :most].transpose(1, 2) for x in (keys, values))
+        mask = (torch.arange(self.longest, device=self.device) < used[:, None])[:, None, None]
+        k, v = (x.transpose(1, 2) for x in (keys, values))
         return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, enable_gqa=True)[:, :, 0]
 
     def _attend_each(self, q: Tensor, keys: Tensor, values: Tensor, used: Tensor) -> Tensor:
