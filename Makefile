@@ -5,8 +5,6 @@ STAMP := $(VENV)/.installed
 BENCH ?= serve
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Threads that wait asleep: spinning ones slow everything down by far on a machine that has other work too.
-export OMP_WAIT_POLICY ?= PASSIVE
 
 # The first Python of a supported version; `make setup PYTHON=/path/to/python` picks another.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -27,6 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable '.[eval]'
 	@touch $@
+
+# One thread is as fast as two for a few rows, and does not stall beside a busy process.
+demo test check: export OMP_NUM_THREADS ?= 1
 
 demo: setup  ## start a server, ask the embedded reasoner one question, watch it think
 	@$(BIN)/python scripts/demo.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
@@ -49,7 +49,8 @@ class LLM:
         thinking: ThinkingParams | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, one output each, in order."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Conversation], [messages] if single else messages)
         thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
         encode = self.engine.prompts.encode_chat
         prompts = [encode(conversation, enable_thinking=thinking.template_switch) for conversation in conversations]
@@ -109,4 +110,3 @@ def _as_list(prompts: Any) -> list[str | Sequence[int]]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)
-

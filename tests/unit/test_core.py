@@ -192,6 +192,15 @@ def test_case_32_counts_agree_with_the_script(depth):
     assert phases == [Phase.THINKING] * thinking + [None] + [Phase.ANSWER] * len(ids("A B")) + [None]
 
 
+@DEPTHS
+def test_the_last_token_before_a_forced_end_keeps_its_logprob(depth):
+    engine = make_engine(depth=depth)
+    engine.add(token_of=loop(), budget=3, logprobs=0)
+    engine.run()
+    phases = [entry.phase for entry in engine.one().logprobs]
+    assert phases.count(Phase.THINKING) == 3
+
+
 def test_thinking_switched_off_gives_an_answer_only():
     engine = make_engine()
     engine.add(

@@ -75,6 +75,18 @@ def test_idle_pages_go_least_recently_used_first_and_leaves_before_parents():
     kv.check_integrity([third, table])
 
 
+def test_a_prefix_that_is_used_again_and_again_costs_no_more_memory():
+    kv = make()
+    for _ in range(50):
+        table, _ = fill(kv, TOKENS[:9])
+        kv.free(table)
+    assert kv._radix is not None
+    assert len(kv._radix._idle_leaves) == 1
+    kv.check_integrity([])
+    kv.clear_cache()
+    assert kv.num_available == 8
+
+
 def test_a_held_page_is_never_evicted():
     kv = make(num_pages=3)
     held, _ = fill(kv, TOKENS[:8])

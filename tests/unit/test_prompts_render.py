@@ -144,9 +144,54 @@ def test_prefill_by_the_reasoning_field() -> None:
         prompts.encode_chat([USER, {"role": "assistant", "content": "<think>p"}], enable_thinking=False)
 
 
+def test_open_prefill_keeps_the_newlines_at_its_end() -> None:
+    ids = renderer().encode_chat([USER, {"role": "assistant", "content": "<think>\nStep one.\n\n"}])
+    assert shown(ids).endswith("<think>\nStep one.\n\n")
+
+
 def test_continue_final_needs_an_assistant_message() -> None:
     with pytest.raises(ParameterError, match="continue_final_message"):
         renderer().encode_chat([USER], continue_final=True)
+    assert renderer().encode_chat([USER], continue_final=False) == renderer().encode_chat([USER])
+    with pytest.raises(UnsupportedError, match="continue_final_message"):
+        renderer().encode_chat([USER, {"role": "assistant", "content": "The"}], continue_final=False)
+
+
+CALL = {"id": "call00000", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "tool", "content": "result"}, "messages[1].role"),
+        ({"role": "assistant", "tool_calls": [CALL]}, "messages[1].tool_calls"),
+    ],
+)
+def test_tool_parts_that_the_template_drops_are_refused(message: dict[str, Any], field: str) -> None:
+    dropping = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role + m.content }}{% endfor %}"
+    with pytest.raises(UnsupportedError) as caught:
+        renderer(dropping).encode_chat([USER, message, USER])
+    assert caught.value.field == field
+    showing = "{% for m in messages %}{{ m.role + m.content + (m.tool_calls | string) }}{% endfor %}"
+    assert renderer(showing).encode_chat([USER, message, USER])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": ' + "[" * 400 + "]" * 400 + "}",
+        '{"a": "\\ud800"}',
+        '{"\\udc00": 1}',
+        '{"a": [NaN]}',
+        '{"a": 1e999}',
+        {"a": float("nan")},
+    ],
+)
+def test_tool_arguments_that_no_template_can_print(arguments: Any) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ParameterError) as caught:
+        renderer().encode_chat([USER, {"role": "assistant", "tool_calls": [call]}, USER])
+    assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
 
 
 def test_thinking_switch() -> None:

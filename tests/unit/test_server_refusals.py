@@ -71,6 +71,11 @@ async def test_case_19_misspelled_budgets_are_named(field: str, value: Any) -> N
         assert "did you mean thinking_token_budget?" in error["message"]
 
 
+@pytest.mark.parametrize("field", ["str", "list[x", "constrained-budget", ""])
+async def test_unknown_fields_are_named_whatever_they_look_like(field: str) -> None:
+    assert (await refused(ScriptedEngine(), json.dumps(chat_body(**{field: 1}))))["param"] == field
+
+
 @pytest.mark.parametrize("field", ["thinking_token_budget", "max_thinking_tokens"])
 @pytest.mark.parametrize("value", [-2, True, 1.5, "7", [], {}, -(10**30)])
 async def test_case_22_bad_budgets_are_named(field: str, value: Any) -> None:

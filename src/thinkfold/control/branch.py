@@ -130,7 +130,8 @@ class BranchControl:
         if token_id in self._sampling.stop_token_ids and not muted and stops_here:
             return self._stop_at(token_id, reason=token_id)
         self._account(token_id, silent=self._is_eos(token_id))
-        self._silent = self._tracker.at_marker or token_id in self._unprinted
+        turned = thinking is not (self.phase is Phase.THINKING)
+        self._silent = turned or self._tracker.at_marker or token_id in self._unprinted
         inject = self._inject_due()
         return Verdict(token_id, inject, self._finish)
 

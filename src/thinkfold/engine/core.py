@@ -171,8 +171,7 @@ class EngineCore:
         stats.append(result.stats[index])
         entry = result.logprobs[index]
         if entry is not None:
-            silent = control.phase is not before or control.last_token_is_silent
-            logprobs.append(replace(entry, phase=None if silent else before))
+            logprobs.append(replace(entry, phase=None if control.last_token_is_silent else before))
 
     def _sweep_ended(self) -> None:
         """Branches whose control ended or failed while the step was planned."""

@@ -19,13 +19,15 @@ class PageTable:
     """One branch's view of KV memory.
 
     `published` leading pages are the prefix tree's; `shared` leading pages came from a fork
-    and are paid for by the branch they came from.
+    and are paid for by the branch they came from. `parted`: it has moved to pages of the tree
+    and a fork of it has not.
     """
 
     pages: list[int] = field(default_factory=list)
     kv_len: int = 0
     published: int = 0
     shared: int = 0
+    parted: bool = False
 
 
 class KVManager:
@@ -116,20 +118,21 @@ class KVManager:
         """Put the full pages of the first `written` raw entries into the prefix tree.
 
         Call it only for tokens whose KV is written. Where the tree has an equal page, the
-        table moves to that one, so a branch always holds all ancestors of its pages.
+        table moves to that one, so a branch always holds all ancestors of its pages. Pages
+        that must wait for a fork's move are put there by a later call.
         """
         full = written // self.page_size
         if self._radix is None or full <= table.published:
             return
         start = table.published
-        known = self._radix.insert(namespace, token_ids, table.pages[:full], start)
+        known, table.parted = self._radix.insert(namespace, token_ids, table.pages[:full], start, table.parted)
         for index, page in enumerate(known, start):
             own = table.pages[index]
             if page != own:
                 self._pool.retain(page, PageClass.PROMPT)
                 table.pages[index] = page
                 self._release(own)
-        table.published = full
+        table.published = start + len(known)
 
     def free(self, table: PageTable) -> None:
         """Return everything a branch holds."""
@@ -137,6 +140,7 @@ class KVManager:
             self._release(page)
         table.pages = []
         table.kv_len = table.published = table.shared = 0
+        table.parted = False
 
     def rewind(self, table: PageTable, entries: int) -> None:
         """Forget the last entries beyond `entries`; their slots are written again."""

@@ -22,6 +22,7 @@ class _Node:
     key: tuple[int, ...]
     page: int
     last_used: int = 0
+    queued: bool = False  # stands in the line of idle leaves
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
 
 
@@ -33,7 +34,7 @@ class RadixCache:
         self._page_size = page_size
         self._roots: dict[Namespace, _Node] = {}
         self._by_page: dict[int, _Node] = {}
-        self._idle_leaves: list[tuple[int, int, _Node]] = []  # lazy heap
+        self._idle_leaves: list[tuple[int, int, _Node]] = []  # lazy heap, each node at most once
         self._clock = itertools.count(1)
         self._tie = itertools.count()
 
@@ -53,12 +54,17 @@ class RadixCache:
             pages.append(node.page)
         return pages
 
-    def insert(self, namespace: Namespace, token_ids: Sequence[int], pages: Sequence[int], start: int) -> list[int]:
+    def insert(
+        self, namespace: Namespace, token_ids: Sequence[int], pages: Sequence[int], start: int, parted: bool
+    ) -> tuple[list[int], bool]:
         """Publish `pages` (page i holds tokens of page i), from index `start` on.
 
-        Pages before `start` are in the tree already. Returns the tree's own page for every
+        Pages before `start` are in the tree already. Returns the tree's own page for each
         index from `start`: another id than the given one where an equal page was known.
+        `parted`: forks of the caller hold other pages before these than the tree does. A page
+        that such a fork holds, too, may not stand below the tree's, so the list ends there.
         """
+        refs = self._pool.refs
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = _Node(None, (), -1)
@@ -70,30 +76,35 @@ class RadixCache:
             key = tuple(token_ids[low : low + self._page_size])
             child = node.children.get(key)
             if child is None:
+                if parted and refs[pages[index]] > 1:
+                    break
                 child = _Node(node, key, pages[index])
                 node.children[key] = child
                 self._by_page[pages[index]] = child
                 self._pool.adopt(pages[index])
+            elif child.page != pages[index]:
+                parted |= refs[pages[index]] > 1
             child.last_used = now
             known.append(child.page)
             node = child
-        return known
+        return known, parted
 
     def note_idle(self, page: int) -> None:
         """A holder let go of `page`: it may be evicted from now on if nobody else holds it."""
         node = self._by_page.get(page)
-        if node is not None and not node.children and self._pool.refs[page] == 1:
-            heapq.heappush(self._idle_leaves, (node.last_used, next(self._tie), node))
+        if node is not None and not node.queued and self._evictable(node):
+            self._queue(node)
 
     def evict(self, count: int) -> int:
         """Drop up to `count` least recently used idle pages; returns how many went."""
         dropped = 0
         while dropped < count and self._idle_leaves:
             stamp, _, node = heapq.heappop(self._idle_leaves)
-            if self._by_page.get(node.page) is not node or node.children or self._pool.refs[node.page] != 1:
-                continue
+            node.queued = False
+            if not self._evictable(node):
+                continue  # it comes back when it is idle again
             if stamp != node.last_used:  # used since: back in line
-                heapq.heappush(self._idle_leaves, (node.last_used, next(self._tie), node))
+                self._queue(node)
                 continue
             self._drop(node)
             dropped += 1
@@ -106,6 +117,13 @@ class RadixCache:
     def pages(self) -> Iterator[int]:
         """All pages the tree holds."""
         return iter(self._by_page)
+
+    def _evictable(self, node: _Node) -> bool:
+        return not node.children and self._pool.refs[node.page] == 1
+
+    def _queue(self, node: _Node) -> None:
+        node.queued = True
+        heapq.heappush(self._idle_leaves, (node.last_used, next(self._tie), node))
 
     def _drop(self, node: _Node) -> None:
         parent = node.parent
@@ -135,7 +153,10 @@ class RadixCache:
                 seen[child.page] = child
                 stack.append(child)
         assert seen == self._by_page, "the page index disagrees with the tree"
-        queued = {id(node) for _, _, node in self._idle_leaves}
+        queued = [node.page for _, _, node in self._idle_leaves]
+        assert sorted(queued) == sorted(p for p, n in seen.items() if n.queued), "the line of idle leaves is off"
         for page, node in seen.items():
-            if not node.children and self._pool.refs[page] == 1:
-                assert id(node) in queued, f"idle page {page} could never be evicted"
+            if self._pool.refs[page] == 1:
+                assert node.queued or node.children, f"idle page {page} could never be evicted"
+                held = [c.page for c in node.children.values() if self._pool.refs[c.page] > 1]
+                assert not held, f"pages {held} are held without their parent {page}"

@@ -60,10 +60,12 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> ParameterE
     problems = error.errors(include_url=False, include_input=False, include_context=False)
     first = problems[0]
     where = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        *outer, name = first["loc"]  # the client's own word, whatever it looks like
+        shown = f"{_path(outer)}.{name!s:.100}" if outer else f"{name!s:.100}"
+        return ParameterError(shown, f"is not a known field{'' if outer else _suggestion(model, shown)}")
     if first["type"] == "json_invalid":
         return ParameterError("body", f"is not valid JSON ({first['msg'].removeprefix('Invalid JSON: ')})")
-    if first["type"] == "extra_forbidden":
-        return ParameterError(where, f"is not a known field{_suggestion(model, where)}")
     if first["type"] == "none_required":
         return UnsupportedError(where, "is not supported by this server")
     same = [p["msg"] for p in problems if p["loc"][:1] == first["loc"][:1] and p["type"] != "none_required"]

@@ -135,7 +135,7 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
     prompt = engine.prompts.encode_chat(
         body.messages,
         enable_thinking=thinking.template_switch,
-        continue_final=bool(body.continue_final_message),
+        continue_final=body.continue_final_message,
         reasoning_effort=body.reasoning_effort,
         limit=engine.model.max_model_len,
     )

@@ -6,12 +6,14 @@ Raises ParameterError that names the message and its field.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from thinkfold.errors import ParameterError, UnsupportedError
 
+MAX_NESTING = 64
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {
     "system": {"role", "content", "name"},
@@ -148,7 +150,7 @@ def _split_thinking(where: str, message: Message, markers: Markers) -> Message:
         raise ParameterError(f"{where}.reasoning", f"differs from the {markers.start} block in content")
     return replace(
         message,
-        reasoning=reasoning.strip("\n"),
+        reasoning=reasoning.strip("\n") if closed else reasoning.lstrip("\n"),
         content=answer.lstrip("\n") if closed else None,
         open_thinking=not closed,
     )
@@ -160,6 +162,21 @@ def _tool_calls(where: str, calls: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(calls, list | tuple):
         raise ParameterError(f"{where}.tool_calls", "must be a list")
     return tuple(_tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls))
+
+
+def _check_json(where: str, value: Any, depth: int) -> None:
+    """Refuse what a template would fail on: deep nesting, lone surrogates, NaN and infinities."""
+    if depth == 0:
+        raise ParameterError(where, f"is nested more than {MAX_NESTING} deep")
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for part in value:
+            _check_json(where, part, depth - 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ParameterError(where, "holds a number that JSON does not know")
+    elif isinstance(value, str):
+        _text(where, value)
 
 
 def _tool_call(where: str, call: Any) -> dict[str, Any]:
@@ -174,6 +191,7 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
             raise ParameterError(f"{where}.function.arguments", f"is not valid JSON ({error})") from None
     if not isinstance(arguments, Mapping):
         raise ParameterError(f"{where}.function.arguments", "must be a JSON object")
+    _check_json(f"{where}.function.arguments", arguments, MAX_NESTING)
     name = _text(f"{where}.function.name", function["name"])
     identity = _text(f"{where}.id", call.get("id"))
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}

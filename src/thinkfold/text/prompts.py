@@ -57,6 +57,7 @@ class PromptRenderer:
         self._code = "\n".join(_CODE.findall(self._jinja))
         self._vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self._longest_token = _longest_token(self._tokenizer)
+        self._shows_calls, self._shows_results = self._shown_tool_parts()
 
     @property
     def source(self) -> str:
@@ -85,7 +86,7 @@ class PromptRenderer:
         messages: Sequence[Mapping[str, Any]],
         *,
         enable_thinking: bool | None = None,
-        continue_final: bool = False,
+        continue_final: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning_effort: str | None = None,
         limit: int | None = None,
@@ -94,16 +95,20 @@ class PromptRenderer:
 
         An assistant message at the end is continued (prefill): with an open thinking block,
         or with reasoning and no content, inside thinking; otherwise in the answer.
-        `continue_final` demands such a message. `limit` refuses, before any work, messages
-        that cannot fit that many tokens. Raises ParameterError naming the message or field.
+        `continue_final` True demands such a message, False is refused where one stands.
+        `limit` refuses, before any work, messages that cannot fit that many tokens. Raises
+        ParameterError naming the message or field.
         """
         if not self._jinja:
             raise UnsupportedError("messages", "this model has no chat template; use /v1/completions")
         parsed = parse_messages(messages, self._markers)
         self._check_length("messages", sum(len((m.content or "").strip()) for m in parsed), limit)
+        self._check_tool_parts(parsed)
         prefill = parsed.pop() if parsed[-1].role == "assistant" else None
         if continue_final and prefill is None:
             raise ParameterError("continue_final_message", "needs an assistant message at the end")
+        if continue_final is False and prefill is not None:
+            raise UnsupportedError("continue_final_message", "an assistant message at the end is always continued")
         if not parsed:
             raise ParameterError("messages", "an assistant message needs another message before it")
         if prefill is not None and prefill.tool_calls:
@@ -149,6 +154,24 @@ class PromptRenderer:
             )
         except Exception as error:  # a template is a program of the model's author: any error may come
             raise ParameterError("messages", f"the chat template refused them: {error}") from error
+
+    def _shown_tool_parts(self) -> tuple[bool, bool]:
+        """Whether the template writes tool calls, and tool results, into the prompt at all."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "ProbeCall", "arguments": {}}}
+        result = Message("tool", "ProbeResult", name="ProbeCall", tool_call_id="call00000")
+        chat = [Message("user", "q"), Message("assistant", None, tool_calls=(call,)), result]
+        try:
+            rendered = self._render(chat, None, {})
+        except ParameterError:
+            return True, True  # a strict template: it refuses by itself what it cannot show
+        return "ProbeCall" in rendered, "ProbeResult" in rendered
+
+    def _check_tool_parts(self, messages: list[Message]) -> None:
+        for i, message in enumerate(messages):
+            if message.tool_calls and not self._shows_calls:
+                raise UnsupportedError(f"messages[{i}].tool_calls", "this model's chat template shows no tool calls")
+            if message.role == "tool" and not self._shows_results:
+                raise UnsupportedError(f"messages[{i}].role", "this model's chat template shows no tool results")
 
     def _template_values(self, message: Message) -> dict[str, Any]:
         role = message.role
