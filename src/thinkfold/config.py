@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,11 @@ from thinkfold.errors import ParameterError
 from thinkfold.types import DEFAULT_THINKING_BUDGET, UNLIMITED
 
 PAGE_SIZES = (8, 16, 32, 64)
+_CHOICES: Mapping[str, tuple[object, ...]] = {
+    "load_format": ("auto", "dummy"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "pipeline_depth": (0, 1, None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,12 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "min_segment_tokens"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"must be at least 1, got {getattr(self, name)}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ParameterError(name, f"must be one of {allowed}, got {getattr(self, name)!r}")
+        for name in ("stall_timeout_s", "watchdog_s"):
+            if not getattr(self, name) > 0.0:
+                raise ParameterError(name, f"must be positive, got {getattr(self, name)}")
         if self.page_size not in PAGE_SIZES:
             raise ParameterError("page_size", f"must be one of {PAGE_SIZES}, got {self.page_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
@@ -88,6 +100,8 @@ class EngineConfig:
             raise ParameterError("kv_cache_bytes", f"must be positive, got {self.kv_cache_bytes}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ParameterError("max_model_len", f"must be at least 2, got {self.max_model_len}")
+        if self.seed is not None and self.load_format != "dummy":
+            raise ParameterError("seed", "needs load_format dummy; requests carry their own seed")
         if self.kv_cache_dtype != "auto":
             raise ParameterError(
                 "kv_cache_dtype", f"only auto (the model's dtype) is available, got {self.kv_cache_dtype}"

@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar, cast
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.errors import EngineDeadError
 from thinkfold.types import RequestOutput, SamplingParams, ThinkingParams
 
 Message = Mapping[str, Any]
@@ -71,17 +72,31 @@ class LLM:
     async def _generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None, thinking: ThinkingParams | None
     ) -> list[RequestOutput]:
-        limit = asyncio.Semaphore(self.engine.config.max_num_seqs + self.engine.config.max_waiting // 2)
+        config, n = self.engine.config, sampling.n if sampling else 1
+        limit = asyncio.Semaphore(max(1, (config.max_num_seqs + config.max_waiting // 2) // n))
 
         async def one(prompt: str | Sequence[int]) -> RequestOutput:
             ids = self.engine.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt
             async with limit:
                 return await collect(self.engine, ids, sampling, thinking)
 
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # the first error, or Ctrl-C, ends what still runs
+            for task in tasks:
+                task.cancel()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDeadError("it was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -117,6 +117,8 @@ class SamplingParams:
         self._check_logit_bias()
 
     def _check_stops(self) -> None:
+        if isinstance(self.stop, str):
+            raise ParameterError("stop", f"must be a sequence of strings, got the string {self.stop!r}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ParameterError("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         if any(not isinstance(s, str) or not s for s in self.stop):

@@ -3,7 +3,7 @@
 import pytest
 
 from thinkfold import LLM, SamplingParams, ThinkingParams
-from thinkfold.errors import ParameterError
+from thinkfold.errors import EngineDeadError, ParameterError
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -44,6 +44,18 @@ def test_bad_input_is_refused_and_the_next_call_works(llm):
     with pytest.raises(ParameterError, match="prompt"):
         llm.generate([[]], SHORT)
     assert llm.generate("Hello", SHORT)[0].finished
+
+
+def test_more_choices_than_the_queue_holds_are_sent_bit_by_bit_and_closing_twice_is_allowed():
+    with LLM("pebble", load_format="dummy", kv_cache_bytes=32 << 20, max_num_seqs=2, max_waiting=4) as small:
+        outputs = small.generate(["a"] * 6, SamplingParams(n=3, max_tokens=2, ignore_eos=True))
+        assert [len(o.outputs) for o in outputs] == [3] * 6
+        with pytest.raises(ParameterError):
+            small.generate(["a", [10**9]], SamplingParams(max_tokens=10_000, ignore_eos=True))
+        assert small.generate("a", SHORT)[0].finished  # the other one of the failed call was ended
+    small.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        small.generate("a", SHORT)
 
 
 def test_unknown_settings_are_refused():

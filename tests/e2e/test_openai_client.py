@@ -210,7 +210,7 @@ def test_errors_have_openai_shape(client: openai.OpenAI, body: dict[str, Any], p
 
 
 def test_extreme_but_valid_numbers(client: openai.OpenAI) -> None:
-    extra = {"top_k": 10**30, "min_p": 1, "repetition_penalty": 10, "thinking_token_budget": 10**12}
+    extra = {"top_k": 2**31 - 1, "min_p": 1, "repetition_penalty": 10, "thinking_token_budget": 10**12}
     reply = client.chat.completions.create(
         model="pebble", messages=PLAIN, max_tokens=10**30, top_p=1e-300, temperature=2, stop=["e"], extra_body=extra
     )

@@ -155,6 +155,35 @@ def test_metrics_count_what_was_served(served: Served) -> None:
     assert values["thinkfold_pages_total"] > 0 and values["thinkfold_ready"] == 1
 
 
+def test_requests_that_outlive_the_grace_get_a_last_message() -> None:
+    code = "import sys; from thinkfold.cli import main, serve\nserve._GRACE_S = 0.1\nsys.exit(main.main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--load-format", "dummy"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        body = {**LONG, "max_tokens": 16_000}
+        waiting: list[httpx.Response] = []
+        whole = threading.Thread(
+            target=lambda: waiting.append(httpx.post(f"{url}/chat/completions", json=body, timeout=60))
+        )
+        with httpx.stream("POST", f"{url}/chat/completions", json={**body, "stream": True}, timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            whole.start()
+            assert eventually(lambda: "thinkfold_running 2" in httpx.get(f"{url[:-3]}/metrics").text)
+            process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line]
+        whole.join(60)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert '"code":"engine_dead"' in events[-2] and events[-1] == "data: [DONE]"
+    assert waiting[0].status_code == 503 and waiting[0].json()["error"]["code"] == "engine_dead"
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_thinkfold_serve_from_start_to_signal(how: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}

@@ -1,7 +1,9 @@
 """AsyncEngine: checks, streams, back-pressure, aborts and failures, with a scripted core."""
 
 import asyncio
+import pickle
 import threading
+from types import MappingProxyType
 
 import pytest
 from scripted import OPEN_PROMPT, ids, loop, make_engine
@@ -57,6 +59,7 @@ async def engine(gate):
 
 PROMPT = ids(OPEN_PROMPT)
 BUDGET = ThinkingParams(thinking_token_budget=9)
+NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
 
 
 async def until(condition):
@@ -152,6 +155,80 @@ async def test_a_running_request_id_cannot_be_used_twice(engine, gate):
         await anext(engine.generate(PROMPT, GREEDY, request_id="same"))
     gate.open.set()
     await first
+
+
+async def test_a_request_id_is_free_again_only_when_the_core_has_told_the_end(engine, gate):
+    gate.open.clear()
+    first = asyncio.create_task(anext(engine.generate(PROMPT, GREEDY, BUDGET, request_id="same")))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    await asyncio.wait([first])
+    with pytest.raises(ParameterError, match="request_id"):
+        await anext(engine.generate(PROMPT, GREEDY, BUDGET, request_id="same"))
+    gate.open.set()
+    await until(lambda: not engine._branches)
+    outputs = [output async for output in engine.generate(PROMPT, GREEDY, BUDGET, request_id="same")]
+    assert outputs[-1].outputs[0].finish_reason is FinishReason.STOP
+
+
+async def test_a_generator_closed_before_its_first_item_leaves_nothing(engine, gate):
+    await engine.generate(PROMPT, GREEDY, BUDGET).aclose()
+    assert engine.stats().steps == 0
+    gate.open.clear()
+    first = asyncio.create_task(anext(engine.generate(PROMPT, SamplingParams(max_tokens=1000), NO_LIMIT)))
+    await asyncio.sleep(0.02)
+    first.cancel()
+    gate.open.set()
+    await until(lambda: engine.stats().requests_by_reason == {"abort": 1})
+    assert not engine._branches
+    assert not engine._streams
+
+
+async def test_stop_ends_running_streams_once_and_may_be_called_again(engine):
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=1500), NO_LIMIT)
+    await anext(stream)
+    await engine.stop()
+    with pytest.raises(EngineDeadError, match="stopped"):
+        async for _ in stream:
+            pass
+    await engine.stop()
+    assert not engine.health().alive
+
+
+async def test_giving_up_while_the_model_loads_ends_the_core(gate):
+    loading = threading.Event()
+
+    def slow(config):
+        assert loading.wait(20)
+        return gate.build(config)
+
+    before = set(threading.enumerate())
+    start = asyncio.create_task(AsyncEngine.start(EngineConfig(own_process=False), build=slow))
+    await until(lambda: any(t.name == "thinkfold-core" for t in set(threading.enumerate()) - before))
+    start.cancel()
+    loading.set()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await until(lambda: not any(t.name == "thinkfold-core" for t in set(threading.enumerate()) - before))
+
+
+async def test_requests_can_be_sent_to_a_process_whatever_mapping_holds_their_bias(engine):
+    sampling = SamplingParams(logit_bias=MappingProxyType({3: 1.0}))
+    request = engine._accept(PROMPT, sampling, ThinkingParams(), ())
+    assert pickle.loads(pickle.dumps(request)) == request
+
+
+class Panic(BaseException):
+    """What a crash inside a tokenizer's Rust code looks like."""
+
+
+def _panic(config):
+    raise Panic("index out of bounds")
+
+
+async def test_a_panic_while_loading_is_told_like_any_failure():
+    with pytest.raises(EngineDeadError, match="Panic: index out of bounds"):
+        await asyncio.wait_for(AsyncEngine.start(EngineConfig(own_process=False), build=_panic), 10)
 
 
 async def test_case_59_a_stuck_step_is_alive_but_not_ready(engine, gate):

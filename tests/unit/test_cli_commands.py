@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import fields
 from pathlib import Path
 
@@ -64,8 +66,13 @@ def test_help_names_every_field_and_loads_no_torch() -> None:
     [
         (["serve", "--page-size", "7", "--port", "0"], "page_size: must be one of"),
         (["serve", "--host", "203.0.113.1", "--port", "0"], "thinkfold serve:"),
+        (["serve", "--seed", "3", "--port", "0"], "seed: needs load_format dummy"),
+        (["serve", "--port", "65536"], "port: must be in [0, 65535], got 65536"),
+        (["serve", "--port", "-1"], "port: must be in [0, 65535], got -1"),
         (["ask", "q", "--url", "http://127.0.0.1:1"], "cannot reach http://127.0.0.1:1"),
         (["ask", "q", "--url", "ftp://x"], "url: must start with"),
+        (["ask", "q", "--url", "http://[::1"], "cannot talk to http://[::1"),
+        (["ask", "q", "--url", "http://127.0.0.1:abc"], "cannot talk to http://127.0.0.1:abc"),
         (["ask", "q", "--no-thinking", "--depth", "high"], "depth: disagrees"),
     ],
 )
@@ -88,6 +95,55 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ask, "run", interrupted)
     assert main(["ask", "q"]) == INTERRUPTED
+
+
+CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "x", "reasoning": null}}]}\n'
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n" + CHUNK, "broke off before its end"),
+        (b"HTTP/1.1 200 OK\r\n\r\nhello", "broke off before its end"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "broke off"),
+        (b"garbage\r\n\r\n", "cannot talk to"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"a"\n\n', "cannot talk to"),
+    ],
+)
+def test_ask_says_what_a_broken_server_did(reply: bytes, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(reply)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert main(["ask", "q", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == USAGE_ERROR
+        thread.join(10)
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1
+
+
+def test_ask_accepts_a_server_without_our_costs() -> None:
+    pieces = list(ask._read_events([CHUNK, b"data: [DONE]\n"]))
+    assert [(p.reasoning, p.text, p.costs) for p in pieces] == [("", "x", None)]
+
+
+def test_a_closed_standard_input_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["ask", "-"]) == USAGE_ERROR
+    assert "standard input is closed" in capsys.readouterr().err
+
+
+def test_output_never_fails_for_its_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(ask, "run", lambda args: print("1.0 MB·s", flush=True) or 0)
+    assert main(["ask", "q"]) == 0
+    assert raw.getvalue() == b"1.0 MB\\xb7s\n"
 
 
 class Terminal(io.StringIO):

@@ -136,6 +136,34 @@ def test_a_control_that_raises_fails_its_request_only(depth):
     assert engine.core.stats().pages_by_class["thinking"] == 0
 
 
+@DEPTHS
+@pytest.mark.parametrize("method", ["accept", "finish", "take", "injection", "must_wait"])
+def test_whatever_a_control_raises_ends_its_request_once_with_all_its_choices(depth, method):
+    engine = make_engine(depth=depth)
+    engine.add(request_id="good", token_of=loop(), budget=6)
+    engine.add(request_id="bad", token_of=loop(), budget=6, n=3)
+    engine.step()
+    setattr(engine.core._requests["bad"].controls[1], method, lambda *_: 1 / 0)
+    if method == "finish":
+        engine.core.abort("bad")
+    engine.run()
+    assert engine.finals == {"good": 1, "bad": 1}
+    assert "ZeroDivisionError" in engine.outputs["bad"].error
+    assert all(out.finish_reason is not None for out in engine.outputs["bad"].outputs)
+    assert len(engine.outputs["bad"].outputs) == 3
+    assert engine.one("good").text == "B C"
+    assert sum(engine.core.stats().requests_by_reason.values()) == 4
+    assert engine.core.stats().pages_by_class["thinking"] == 0
+
+
+def test_a_core_with_nothing_to_run_says_so_instead_of_turning_for_ever():
+    engine = make_engine()
+    engine.add(token_of=loop())
+    engine.core._scheduler.plan = lambda: None
+    with pytest.raises(RuntimeError, match="1 requests are left and none can run"):
+        engine.step()
+
+
 def test_a_request_that_cannot_be_prepared_gets_its_final_output():
     engine = make_engine()
     engine.core._make_control = lambda request, branch: 1 / 0
@@ -173,10 +201,29 @@ def test_costs_add_up(depth):
     assert costs.thinking_tokens + costs.answer_tokens == sum(o.num_output_tokens for o in engine.outputs["r"].outputs)
     assert costs.kv_peak_entries >= 2 * 10
     assert min(costs.prefill_s, costs.thinking_s, costs.answer_s, costs.kv_byte_seconds) > 0
-    assert costs.discarded_tokens == (0 if depth == 0 else costs.discarded_tokens)
     stats = engine.core.stats()
+    assert stats.discarded_tokens == costs.discarded_tokens == 2 * depth  # launched before EOS was seen
     assert stats.thinking_by_reason == {"budget": 2}
     assert stats.requests_by_reason == {"stop": 2}
+
+
+def test_pages_that_forks_share_are_charged_once_even_when_the_trunk_has_ended():
+    engine = make_engine(num_pages=2000)
+    prompt = ids(BARE_PROMPT) * 8
+    endings = {0: 2, 1: 20, 2: 30}
+    engine.add(prompt, n=3, seed=0, forced_tokens=tuple(ids("a") * 40), max_tokens=40, budget=-1)
+    core = engine.core
+    running = core._requests["r"]
+    for turn in range(32):
+        engine.step()
+        for index, end in endings.items():
+            if turn == end:
+                core._finish(running, running.branches[index], FinishReason.ABORT)
+        before = running.meter.costs.kv_byte_seconds
+        held = {page for b in running.branches for page in b.table.pages}
+        running.meter.tick([b for b in running.branches if b.table.pages], 1.0)
+        assert running.meter.costs.kv_byte_seconds - before == len(held) * 100
+    assert running.meter.costs.kv_peak_entries <= len(prompt) + 3 * 40
 
 
 @DEPTHS

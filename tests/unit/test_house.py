@@ -38,6 +38,7 @@ BELOW = {  # a layer and the layers directly below it; it may import all that is
     "text": set(),
     "kv": set(),
     "attention": set(),
+    "fold": set(),
     "pebble": set(),
 }
 EXCEPTIONS = {  # (importer, imported): why

@@ -64,7 +64,8 @@ def test_case_46_typed_control_tokens_stay_text(role: str) -> None:
 
 
 def test_case_46_in_names_tool_calls_and_reasoning() -> None:
-    prompts = renderer(KEEPING_TEMPLATE, normalize=False)
+    calls = "{%- if m.tool_calls %}{{- m.tool_calls | tojson }}{%- endif %}{%- endfor %}"
+    prompts = renderer(KEEPING_TEMPLATE.replace("{%- endfor %}", calls), normalize=False)
 
     def chat(text: str) -> list[int]:
         call = {"id": text, "function": {"name": text, "arguments": {text: [text]}}}

@@ -174,6 +174,18 @@ def test_bits_are_equal_alone_in_a_batch_and_in_any_chunks(runner: ModelRunner, 
         torch.set_num_threads(before)
 
 
+def test_no_end_token_of_the_tokenizer_is_drawn_where_none_may_be(config: EngineConfig, loaded: LoadedModel) -> None:
+    """A checkpoint's configuration often lacks the end token that its chat template uses."""
+    runner = ModelRunner(config, loaded=loaded, eos_token_ids={5, 10**6})
+    ends = SamplingParams(temperature=0.0, logit_bias={5: 100.0})
+    drawn = []
+    for ban_eos in (False, True):
+        sample = SampleRow(0, ends, 0, 0, 3, ban_eos=ban_eos)
+        drawn.append(run(runner, BatchRow(0, [7, 8, 9], False, 0, 0, [0], [sample])).token_ids[0])
+    assert drawn[0] == 5
+    assert drawn[1] != 5
+
+
 def test_the_host_pool_is_capped(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     free = EngineConfig(model="x", kv_cache_bytes=None, max_num_seqs=4, page_size=16, gpu_memory_utilization=0.5)
     cpu = torch.device("cpu")

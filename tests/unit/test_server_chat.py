@@ -106,7 +106,7 @@ async def test_first_chunks_open_every_choice() -> None:
 
 async def test_logprobs_in_chat() -> None:
     body = {"logprobs": True, "top_logprobs": 2}
-    async with serving(ScriptedEngine((("A", "é", EOS),))) as client:
+    async with serving(ScriptedEngine((("A", "x", EOS),))) as client:
         whole = (await chat(client, **body)).json()["choices"][0]["logprobs"]
         chunks = events(await chat(client, stream=True, **body))
     streamed = [e for c in chunks for ch in c["choices"] if ch["logprobs"] for e in ch["logprobs"]["content"]]
@@ -114,7 +114,7 @@ async def test_logprobs_in_chat() -> None:
     first = whole["content"][0]
     assert (first["token"], first["bytes"], first["logprob"]) == ("A", [65], -0.5)
     assert first["top_logprobs"][1]["logprob"] == -9999.0
-    assert [e["token"] for e in whole["content"]] == ["A", "é"]
+    assert [e["token"] for e in whole["content"]] == ["A", "x"]
     assert whole["reasoning"] == []
 
 

@@ -8,6 +8,9 @@ import httpx
 import pytest
 from server_stand_in import EOS, ScriptedEngine, events, serving
 
+from thinkfold.server.logprobs import TextPosition, legacy_logprobs
+from thinkfold.types import Phase, TokenLogprobs
+
 SCRIPT = (("<think>", "w", "</think>", "A", "B", EOS),)
 
 
@@ -51,6 +54,14 @@ async def test_logprobs() -> None:
     parts = [ch["logprobs"] for c in chunks for ch in c["choices"] if ch["logprobs"]]
     for key, values in whole.items():
         assert [v for part in parts for v in part[key]] == values
+
+
+def test_text_offsets_count_characters_not_tokens() -> None:
+    pieces = [b"a", b"\xe6", b"\xbc\xa2", b"b", b"c"]
+    items = [TokenLogprobs(i, -0.5, (), Phase.ANSWER) for i in range(len(pieces))]
+    position = TextPosition()
+    shown = [legacy_logprobs(part, 0, pieces.__getitem__, position) for part in (items[:2], items[2:])]
+    assert [offset for part in shown for offset in part["text_offset"]] == [0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

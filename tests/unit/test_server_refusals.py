@@ -243,6 +243,7 @@ async def test_unknown_models_and_paths() -> None:
         assert error_of(await client.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
         assert error_of(await client.get("/v1/nothing"), 404)["code"] == "not_found"
         assert error_of(await client.get("/v1/chat/completions"), 405)["code"] == "method_not_allowed"
+        assert 'thinkfold_errors_total{status="405"} 1.0' in (await client.get("/metrics")).text
         without = chat_body()
         del without["model"]
         assert (await client.post("/v1/chat/completions", json=without)).json()["model"] == "tiny"

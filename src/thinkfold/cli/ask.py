@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the reply. Raises ThinkfoldError."""
     if args.no_thinking and args.depth not in (None, "none"):
         raise ParameterError("depth", "disagrees with --no-thinking")
+    if args.question == "-" and sys.stdin is None:
+        raise ParameterError("question", "standard input is closed")
     question = sys.stdin.read() if args.question == "-" else args.question
     printer = _Printer(sys.stdout)
     if args.url:
@@ -148,27 +151,37 @@ def _ask_server(args: argparse.Namespace, question: str) -> Iterator[Piece]:
     url = args.url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
     if not url.startswith(("http://", "https://")):
         raise ParameterError("url", "must start with http:// or https://")
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    ended: str | None = None
     try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as lines:
-            for raw in lines:
-                line = raw.decode().strip()
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise RequestFailedError(event["error"]["message"])
-                for choice in event["choices"]:
-                    ended = choice.get("thinking_end_reason") or ended
-                    delta = choice["delta"]
-                    yield Piece(delta.get("reasoning", ""), delta.get("content", ""))
-                if "thinkfold" in event:
-                    yield Piece(costs=event["thinkfold"]["costs"], thinking_end=ended)
+            yield from _read_events(lines)
     except urllib.error.HTTPError as error:
         raise ThinkfoldError(_server_message(error)) from None
     except urllib.error.URLError as error:
         raise ThinkfoldError(f"cannot reach {args.url}: {error.reason}") from None
+    except (http.client.HTTPException, ValueError) as error:  # no URL, no HTTP or no JSON
+        raise ThinkfoldError(f"cannot talk to {args.url}: {type(error).__name__}: {error}") from None
+
+
+def _read_events(lines: Iterable[bytes]) -> Iterator[Piece]:
+    """Pieces of a stream. Raises RequestFailedError if it does not come to its end."""
+    ended: str | None = None
+    for raw in lines:
+        line = raw.decode().strip()
+        if line == "data: [DONE]":
+            return
+        if not line.startswith("data: {"):
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise RequestFailedError(event["error"]["message"])
+        for choice in event.get("choices", ()):
+            ended = choice.get("thinking_end_reason") or ended
+            delta = choice["delta"]
+            yield Piece(delta.get("reasoning") or "", delta.get("content") or "")
+        if "thinkfold" in event:
+            yield Piece(costs=event["thinkfold"]["costs"], thinking_end=ended)
+    raise RequestFailedError("the stream broke off before its end")
 
 
 def _server_message(error: urllib.error.HTTPError) -> str:

@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from thinkfold.cli.engine_flags import add_engine_flags, engine_config
+from thinkfold.errors import ParameterError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 ENGINE_DIED = 1
 _WATCH_S = 0.5
-_GRACE_S = 10
+_GRACE_S = 10  # running requests may finish after a signal
+_LAST_WORDS_S = 5  # then they get an error, which their clients have this long to read
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ParameterError("port", f"must be in [0, 65535], got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
@@ -51,13 +55,15 @@ async def _serve(config: Any, sock: socket.socket) -> int:
 
     app = build_app(start=lambda: AsyncEngine.start(config))
     slot: EngineSlot = app.state.thinkfold.slot
-    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S)
+    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S + _LAST_WORDS_S)
     server = uvicorn.Server(options)
     watcher = asyncio.create_task(_watch(slot, server, _url(sock)))
+    ender = asyncio.create_task(_end_requests(slot, server))
     try:
         await server.serve(sockets=[sock])
     finally:
         watcher.cancel()
+        ender.cancel()
     await asyncio.wait({watcher})
     return 0 if watcher.cancelled() else watcher.result()
 
@@ -71,11 +77,20 @@ async def _watch(slot: EngineSlot, server: uvicorn.Server, url: str) -> int:
         print(f"thinkfold serves {engine.config.served_model_name or engine.model.name} at {url}", flush=True)
         while engine.health().alive:
             await asyncio.sleep(_WATCH_S)
-        if not server.should_exit:
-            print(f"thinkfold serve: the engine has died: {engine.health().reason}", flush=True)
+        if server.should_exit:
+            return 0
+        print(f"thinkfold serve: the engine has died: {engine.health().reason}", flush=True)
         return ENGINE_DIED
     finally:
         server.should_exit = True
+
+
+async def _end_requests(slot: EngineSlot, server: uvicorn.Server) -> None:
+    """After a signal, requests that outlive the grace get a final error instead of a cut connection."""
+    while not server.should_exit:
+        await asyncio.sleep(_WATCH_S)
+    await asyncio.sleep(_GRACE_S)
+    await slot.close()
 
 
 def _url(sock: socket.socket) -> str:

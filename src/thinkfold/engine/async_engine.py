@@ -69,10 +69,13 @@ class AsyncEngine:
             own_process = pick_device(config.device).type == "cuda"
         client = ProcessClient if own_process else ThreadClient
         engine._client = client(build, config, engine._on_event)
-        await engine._ready.wait()
-        if engine._dead is not None:
+        try:
+            await engine._ready.wait()
+            if engine._dead is not None:
+                raise engine._failure or EngineDeadError(engine._dead)
+        except BaseException:  # the caller may have given up while the model was loading
             await asyncio.to_thread(engine._client.stop)
-            raise engine._failure or EngineDeadError(engine._dead)
+            raise
         engine._watch = asyncio.create_task(engine._watchdog())
         return engine
 
@@ -101,7 +104,7 @@ class AsyncEngine:
         request = self._accept(prompt_token_ids, sampling or SamplingParams(), thinking or ThinkingParams(), namespace)
         if request_id is not None:
             request = replace(request, request_id=request_id)
-        if request.request_id in self._streams:
+        if request.request_id in self._branches:  # until the core has told its end
             raise ParameterError("request_id", f"{request.request_id!r} is running already")
         stream = self._streams[request.request_id] = OutputStream()
         self._branches[request.request_id] = request.sampling.n
@@ -168,7 +171,13 @@ class AsyncEngine:
         room = model.max_model_len - len(ids)
         max_tokens = min(sampling.max_tokens or room, room)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens), seed=seed)
+        sampling = replace(
+            sampling,
+            logit_bias=dict(sampling.logit_bias),  # any mapping will do for the user, not for the way to the core
+            max_tokens=max_tokens,
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            seed=seed,
+        )
         policy = resolve_policy(
             thinking,
             family=self.family,

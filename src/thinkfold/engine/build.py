@@ -20,7 +20,11 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
     """
     language = load_language(config)
     family = language.family
-    runner = ModelRunner(config, end_marker_id=family.end_token_id if family else None)
+    runner = ModelRunner(
+        config,
+        end_marker_id=family.end_token_id if family else None,
+        eos_token_ids=language.vocabulary.eos_ids,
+    )
     kv = KVManager(runner.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching)
     scheduler = Scheduler(kv, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
 

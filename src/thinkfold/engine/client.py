@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import queue
+import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.queues import Queue
 from typing import Protocol
 
 from thinkfold.config import EngineConfig
@@ -26,7 +29,6 @@ class CoreClient(Protocol):
     """A running core, wherever it lives."""
 
     def send(self, command: Command) -> None: ...
-    def is_alive(self) -> bool: ...
     def stop(self) -> None: ...
 
 
@@ -44,9 +46,6 @@ class ThreadClient:
     def send(self, command: Command) -> None:
         self._inbox.put(command)
 
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
     def stop(self) -> None:
         """Ask the core to end and wait for it; blocks up to 10 s."""
         self._inbox.put(Stop())
@@ -59,9 +58,10 @@ class ProcessClient:
     def __init__(self, build: Build, config: EngineConfig, on_event: Callable[[Event], None]) -> None:
         context = multiprocessing.get_context("spawn")
         self._inbox = context.Queue()
+        self._inbox.cancel_join_thread()  # commands that a hung core never reads must not keep this process from ending
         self._outbox = context.Queue()
         self._process = context.Process(
-            target=run_core, args=(build, config, self._inbox, self._outbox.put), name="thinkfold-core", daemon=True
+            target=_run_process, args=(build, config, self._inbox, self._outbox), name="thinkfold-core", daemon=True
         )
         self._process.start()
         post = _post_to(asyncio.get_running_loop(), on_event)
@@ -70,9 +70,6 @@ class ProcessClient:
 
     def send(self, command: Command) -> None:
         self._inbox.put(command)
-
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
 
     def stop(self) -> None:
         """Ask the core to end and wait for it; ended by force after 10 s."""
@@ -85,15 +82,30 @@ class ProcessClient:
 
     def _read(self, post: Callable[[Event], None]) -> None:
         while True:
+            alive = self._process.is_alive()  # asked first: what it sent before its end is read
             try:
                 event = self._outbox.get(timeout=0.5)
             except queue.Empty:
-                if self._process.is_alive():
+                if alive:
                     continue
                 event = Dead(f"the core process has gone (exit code {self._process.exitcode})")
             post(event)
             if isinstance(event, Dead):
                 return
+
+
+def _run_process(build: Build, config: EngineConfig, inbox: Queue[Command], outbox: Queue[Event]) -> None:
+    """Run the core in this process, which ends on `Stop` or with its parent, not on the terminal's Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="thinkfold-parent", daemon=True).start()
+    run_core(build, config, inbox, outbox.put)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _post_to(loop: asyncio.AbstractEventLoop, on_event: Callable[[Event], None]) -> Callable[[Event], None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from thinkfold.control.branch import BranchControl
@@ -45,12 +45,13 @@ class _Running:
     branches: list[Branch]
     controls: list[BranchControl]
     meter: CostMeter
-    notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]]
+    notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)  # branches whose last output has been handed out
     error: str | None = None
 
     @property
     def finished(self) -> bool:
-        return all(b.status is BranchStatus.FINISHED for b in self.branches)
+        return len(self.told) == len(self.branches)
 
 
 class EngineCore:
@@ -97,11 +98,12 @@ class EngineCore:
             ]
         except Exception as error:  # rule: one request's preparation fails that request
             self._outputs.append(_refusal(request, error))
+            self._reasons[FinishReason.ERROR] += 1
             return
         self._arrivals += count
-        meter = CostMeter(len(request.prompt_token_ids), self._page_bytes)
+        meter = CostMeter(len(request.prompt_token_ids), self._scheduler.kv.page_size, self._page_bytes)
         meter.costs.queue_s = max(0.0, self._clock() - request.arrival_time) if request.arrival_time else 0.0
-        running = _Running(request, branches, controls, meter, {})
+        running = _Running(request, branches, controls, meter)
         if not self._requests:
             self._last_tick = self._clock()
         self._requests[request.request_id] = running
@@ -115,14 +117,21 @@ class EngineCore:
                 self._finish(running, branch, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
-        """Launch one step and collect the one that is due; returns the news of all requests."""
+        """Launch one step and collect the one that is due; returns the news of all requests.
+
+        Raises RuntimeError if requests are left and nothing can ever run.
+        """
         plan = self._scheduler.plan()
         self._sweep_ended()
         if plan is not None:
             self._inflight.append((plan, self._runner.launch(plan)))
-        if self._inflight and (plan is None or len(self._inflight) > self._depth):
+        due = bool(self._inflight) and (plan is None or len(self._inflight) > self._depth)
+        if due:
             self._collect(*self._inflight.popleft())
-        return self._drain()
+        outputs = self._drain()
+        if self._requests and not (plan or due or outputs):
+            raise RuntimeError(f"{len(self._requests)} requests are left and none can run")
+        return outputs
 
     def _collect(self, plan: StepPlan, pending: Any) -> None:
         result = self._runner.collect(pending)
@@ -130,48 +139,43 @@ class EngineCore:
         draws = self._scheduler.collect(plan.step)
         self._stats.steps += 1
         for index, (branch, wanted) in enumerate(draws):
-            running = self._requests.get(branch.request.request_id)
-            if running is None:
-                continue  # the request ended while this token was in flight
-            if wanted:
-                self._accept(running, branch, result, index)
-            else:
-                running.meter.costs.discarded_tokens += 1
-                self._stats.discarded_tokens += 1
+            if wanted and branch.status is not BranchStatus.FINISHED:  # a sibling may have failed a line above
+                self._accept(self._requests[branch.request.request_id], branch, result, index)
 
     def _accept(self, running: _Running, branch: Branch, result: StepResult, index: int) -> None:
         """One drawn token of a live branch: ask its control, then update the branch."""
         self._touched[running.request.request_id] = running
         token = result.token_ids[index]
         if token < 0:
-            self._fail(running, branch, "the model's logits are not finite")
+            running.error = running.error or f"choice {branch.index}: the model's logits are not finite"
+            self._finish(running, branch, FinishReason.ERROR)
             return
         control = running.controls[branch.index]
         try:
             before = control.phase
             verdict = control.accept(token)
+            phase = None if control.last_token_is_silent else before
         except Exception as error:  # rule: one request's control fails that request
-            self._fail(running, branch, f"{type(error).__name__}: {error}")
+            self._fail(running, branch, error)
             return
-        self._note(running, branch, result, index, before, control)
+        self._note(running, branch, result, index, phase)
         branch.token_ids.append(verdict.token_id)
         if verdict.inject or verdict.token_id != token:
             position = len(branch.token_ids) - 1
             branch.token_ids += verdict.inject
+            self._discard(running, branch)
             branch.drop_inflight()
             if verdict.token_id != token:
                 self._scheduler.rewind(branch, position)
         if verdict.finish is not None:
             self._end(running, branch)
 
-    def _note(
-        self, running: _Running, branch: Branch, result: StepResult, index: int, before: Phase, control: BranchControl
-    ) -> None:
+    def _note(self, running: _Running, branch: Branch, result: StepResult, index: int, phase: Phase | None) -> None:
         logprobs, stats = running.notes.setdefault(branch.index, ([], []))
         stats.append(result.stats[index])
         entry = result.logprobs[index]
         if entry is not None:
-            logprobs.append(replace(entry, phase=None if control.last_token_is_silent else before))
+            logprobs.append(replace(entry, phase=phase))
 
     def _sweep_ended(self) -> None:
         """Branches whose control ended or failed while the step was planned."""
@@ -180,24 +184,36 @@ class EngineCore:
             if running is None or branch.status is BranchStatus.FINISHED:
                 continue
             if branch.error is not None:
-                self._fail(running, branch, f"{type(branch.error).__name__}: {branch.error}")
+                self._fail(running, branch, branch.error)
             elif branch.steering.finish_reason is not None:
                 self._end(running, branch)
         self._scheduler.ended.clear()
 
-    def _fail(self, running: _Running, branch: Branch, message: str) -> None:
-        running.error = running.error or f"choice {branch.index}: {message}"
-        self._finish(running, branch, FinishReason.ERROR)
+    def _fail(self, running: _Running, branch: Branch, error: Exception) -> None:
+        """The control of a branch has raised: its request ends."""
+        running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
+        for each in running.branches:
+            self._finish(running, each, FinishReason.ERROR)
 
     def _finish(self, running: _Running, branch: Branch, reason: FinishReason) -> None:
         """End a branch from outside; held text is flushed by its control."""
-        if branch.status is not BranchStatus.FINISHED:
+        if branch.status is BranchStatus.FINISHED:
+            return
+        try:
             running.controls[branch.index].finish(reason)
-            self._end(running, branch)
+        except Exception as error:
+            running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
+        self._end(running, branch)
 
     def _end(self, running: _Running, branch: Branch) -> None:
         self._touched[running.request.request_id] = running
+        self._discard(running, branch)
         self._scheduler.finish(branch)
+
+    def _discard(self, running: _Running, branch: Branch) -> None:
+        """Tokens of a branch that are in flight will not be used."""
+        running.meter.costs.discarded_tokens += branch.inflight
+        self._stats.discarded_tokens += branch.inflight
 
     def _tick(self) -> None:
         now = self._clock()
@@ -207,25 +223,36 @@ class EngineCore:
 
     def _drain(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
-        for request_id, running in self._touched.items():
+        touched, self._touched = self._touched, {}
+        for request_id, running in touched.items():
+            news = [o for o in (self._take(running, branch) for branch in running.branches) if o is not None]
             finished = running.finished
-            news = [o for o in (self._take(running, index) for index in range(len(running.controls))) if o is not None]
             if news or finished:
                 outputs.append(self._output(running, news, finished))
             if finished:
                 self._close(running)
                 del self._requests[request_id]
-        self._touched.clear()
+                self._touched.pop(request_id, None)
         return outputs
 
-    def _take(self, running: _Running, index: int) -> CompletionOutput | None:
-        output = running.controls[index].take()
-        if output is not None and index in running.notes:
-            output.logprobs, output.stats = running.notes.pop(index)
-        if output is not None and output.finish_reason is not None:
+    def _take(self, running: _Running, branch: Branch) -> CompletionOutput | None:
+        """The news of a branch; when it has ended, one last output says so whatever its control does."""
+        index, output = branch.index, None
+        if index in running.told:
+            return None
+        try:
+            output = running.controls[index].take()
+        except Exception as error:
+            self._fail(running, branch, error)
+        if branch.status is BranchStatus.FINISHED:
+            running.told.add(index)
+            output = output or CompletionOutput(index=index)
+            output.finish_reason = output.finish_reason or FinishReason.ERROR
             self._reasons[output.finish_reason] += 1
             if output.thinking_end_reason is not None:
                 self._thinking_reasons[output.thinking_end_reason] += 1
+        if output is not None and index in running.notes:
+            output.logprobs, output.stats = running.notes.pop(index)
         return output
 
     def _output(self, running: _Running, news: list[CompletionOutput], finished: bool) -> RequestOutput:
@@ -270,6 +297,6 @@ class EngineCore:
 
 def _refusal(request: EngineRequest, error: Exception) -> RequestOutput:
     output = CompletionOutput(index=0, finish_reason=FinishReason.ERROR)
-    meter = CostMeter(len(request.prompt_token_ids), 0)
+    meter = CostMeter(len(request.prompt_token_ids), 0, 0)
     message = f"{type(error).__name__}: {error}"
     return RequestOutput(request.request_id, [output], request.thinking, meter.costs, finished=True, error=message)

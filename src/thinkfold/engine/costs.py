@@ -11,8 +11,9 @@ from thinkfold.types import Costs, Phase
 class CostMeter:
     """Adds up one request's costs step by step over all its branches."""
 
-    def __init__(self, prompt_tokens: int, page_bytes: int) -> None:
+    def __init__(self, prompt_tokens: int, page_size: int, page_bytes: int) -> None:
         self.costs = Costs(prompt_tokens=prompt_tokens)
+        self._page_size = page_size
         self._page_bytes = page_bytes
 
     def tick(self, branches: Sequence[Branch], seconds: float) -> None:
@@ -22,9 +23,11 @@ class CostMeter:
         branch thinks, answer after that. Pages shared by a fork are charged once.
         """
         costs = self.costs
-        pages = sum(len(b.table.pages) - b.table.shared for b in branches)
+        again = _counted_again(branches)
+        pages = sum(len(b.table.pages) for b in branches) - again
+        entries = sum(b.table.kv_len for b in branches) - again * self._page_size
         costs.kv_byte_seconds += pages * self._page_bytes * seconds
-        costs.kv_peak_entries = max(costs.kv_peak_entries, sum(b.table.kv_len for b in branches))
+        costs.kv_peak_entries = max(costs.kv_peak_entries, entries)
         if all(b.highest_computed == 0 for b in branches):
             costs.queue_s += seconds
         elif all(len(b.token_ids) <= b.num_prompt_tokens for b in branches):
@@ -45,3 +48,10 @@ class CostMeter:
         costs.preemptions = sum(b.preemptions for b in branches)
         costs.computed_prompt_tokens = sum(b.computed_prompt_tokens for b in branches)
         return costs
+
+
+def _counted_again(branches: Sequence[Branch]) -> int:
+    """Pages that a sum over `branches` counts more than once. Without their trunk, one fork pays for them."""
+    tables = [b.table for b in branches if b.table.pages]
+    shared = [t.shared for t in tables]
+    return sum(shared) - (max(shared) if shared and all(shared) else 0)

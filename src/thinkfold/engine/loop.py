@@ -41,7 +41,7 @@ def run_core(
         _serve(core, inbox, send)
     except ParameterError as error:
         send(Dead(str(error), error))
-    except Exception as error:
+    except BaseException as error:  # a panic of the tokenizer's Rust code is no Exception
         logger.exception("the engine core has failed")
         send(Dead(f"{type(error).__name__}: {error}"))
     else:

@@ -94,8 +94,9 @@ class KVManager:
             self._radix.evict(needed - self._pool.num_free)
         if needed > self._pool.num_free:  # the evicted pages are still being read
             return False
+        index = table.kv_len // self.page_size
+        table.shared = min(table.shared, index)  # a page written to is the table's own
         if self._must_copy(table):
-            index = table.kv_len // self.page_size
             source, target = table.pages[index], self._pool.allocate(page_class)
             self._copies.append((source, target))
             table.pages[index] = target
@@ -113,6 +114,7 @@ class KVManager:
         target.kv_len = entries
         target.published = min(source.published, entries // self.page_size)
         target.shared = len(pages)
+        target.parted = source.parted
 
     def publish(self, table: PageTable, namespace: Namespace, token_ids: Sequence[int], written: int) -> None:
         """Put the full pages of the first `written` raw entries into the prefix tree.

@@ -36,7 +36,7 @@ SUITES: dict[str, tuple[Entry, ...]] = {
     ),
     "long": (
         ("sums", {"terms": (9, 13), "digits": (3, 4)}),
-        ("boxes", {"boxes": (5, 7), "operations": (100, 150)}),
+        ("boxes", {"boxes": (4, 5), "operations": (90, 150)}),
         ("sums", {"terms": (8, 11), "digits": (4, 4)}),
         ("countdown", {"numbers": (4, 4), "largest": 15, "late": True}),
     ),

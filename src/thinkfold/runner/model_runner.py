@@ -5,6 +5,7 @@ It runs what a StepPlan says; it does not know requests, queues or who owns a pa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,8 @@ class ModelRunner:
 
     `launch` returns before the device has finished (GPU) and `collect` waits for it; several
     steps may be in flight and are collected in order. `batch_invariant` pads a CPU's batches so
-    that a token's logits have the same bits in every batch (fp32, dense models).
+    that a token's logits have the same bits in every batch (fp32, dense models). `eos_token_ids`
+    are all end tokens; None takes those of the model's configuration.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ModelRunner:
         *,
         loaded: LoadedModel | None = None,
         end_marker_id: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
         batch_invariant: bool = True,
     ) -> None:
         self._config = config
@@ -59,9 +62,9 @@ class ModelRunner:
             (loaded.num_layers, 0, loaded.num_heads, loaded.head_dim), dtype=loaded.dtype, device=self._device
         )
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._device)
-        self._sampler = Sampler(
-            loaded.vocab_size, config.max_num_seqs, loaded.eos_token_ids, end_marker_id, self._device
-        )
+        ends = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
+        ends = tuple(sorted(i for i in ends if i < loaded.vocab_size))
+        self._sampler = Sampler(loaded.vocab_size, config.max_num_seqs, ends, end_marker_id, self._device)
         size = page_bytes(loaded.num_layers, loaded.num_kv_heads, config.page_size, loaded.head_dim, loaded.dtype)
         self._storage = self._allocate(2)
         self._profile(1)
@@ -156,7 +159,7 @@ class ModelRunner:
         home = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         home.copy_(flat, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(self._device))  # the current device may be another one
         return home, ready
 
     def _allocate(self, num_pages: int) -> KVStorage:

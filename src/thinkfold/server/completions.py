@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from thinkfold.server.body import read_body
 from thinkfold.server.contract import Engine
 from thinkfold.server.fields import RequestFields, check_model
 from thinkfold.server.generation import Job, respond
-from thinkfold.server.logprobs import TokenBytes, legacy_logprobs
+from thinkfold.server.logprobs import TextPosition, TokenBytes, legacy_logprobs
 from thinkfold.server.reply import Choice
 from thinkfold.server.state import ServerState, state_of
 from thinkfold.types import CompletionOutput
@@ -52,7 +53,7 @@ class CompletionShape:
     def __init__(self, num_logprobs: int | None, token_bytes: TokenBytes) -> None:
         self._num_logprobs = num_logprobs
         self._token_bytes = token_bytes
-        self._offsets: dict[int, int] = {}
+        self._positions: defaultdict[int, TextPosition] = defaultdict(TextPosition)
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         reasoning = choice.reasoning or None
@@ -81,10 +82,7 @@ class CompletionShape:
     def _logprobs(self, index: int, source: Choice | CompletionOutput) -> dict[str, Any] | None:
         if self._num_logprobs is None:
             return None
-        offset = self._offsets.get(index, 0)
-        shown = legacy_logprobs(source.logprobs, self._num_logprobs, self._token_bytes, offset)
-        self._offsets[index] = offset + sum(map(len, shown["tokens"]))
-        return shown
+        return legacy_logprobs(source.logprobs, self._num_logprobs, self._token_bytes, self._positions[index])
 
 
 @router.post("/v1/completions")

@@ -100,6 +100,7 @@ async def _on_client_gone(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    request.app.state.thinkfold.metrics.errors.labels(str(error.status_code)).inc()
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     body = _body(f"{request.method} {request.url.path}: {error.detail}", "invalid_request_error", None, code)
     return JSONResponse(body, error.status_code, error.headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,20 @@ from thinkfold.types import Phase, TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
 _LOWEST = -9999.0  # OpenAI's number for "as good as impossible"; JSON has no infinity
+
+
+class TextPosition:
+    """Where the next token's text begins; a character in several tokens counts at its last one."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0
+
+    def advance(self, data: bytes) -> int:
+        """The start of a token of these bytes, which is then behind us."""
+        start = self._chars
+        self._chars += len(self._decoder.decode(data))
+        return start
 
 
 def _finite(logprob: float) -> float:
@@ -32,15 +47,12 @@ def chat_logprobs(items: Sequence[TokenLogprobs], num_top: int, token_bytes: Tok
 
 
 def legacy_logprobs(
-    items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes, offset: int
+    items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes, position: TextPosition
 ) -> dict[str, Any]:
-    """The lists of `/v1/completions`, answer tokens only; `offset` is where the first one's text begins."""
+    """The lists of `/v1/completions`, answer tokens only; moves `position` behind them."""
     items = [item for item in items if item.phase is Phase.ANSWER]
     tokens = [token_bytes(item.token_id).decode("utf-8", "replace") for item in items]
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+    offsets = [position.advance(token_bytes(item.token_id)) for item in items]
     top = [
         {token_bytes(i).decode("utf-8", "replace"): _finite(value) for i, value in item.top[:num_top]}
         | {token: _finite(item.logprob)}

@@ -1,0 +1,1 @@
+"""Fold: compaction of the KV of finished segments. Pure functions over tensors; knows no engine, no pages, no model."""

@@ -1,0 +1,101 @@
+"""Pooled entries: what they stand for, how much mass they carry, what value they hold. Shapes as in `segments`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinkfold.fold.compaction import local_attention
+from thinkfold.fold.segments import Pooled, Segments, take
+
+MASS_BOX = (math.exp(-7.0), math.exp(9.0))
+RIDGE = 1e-2
+SWEEPS = 16
+
+
+def stretches(tokens: int, budget: Tensor) -> Tensor:
+    """Cut `tokens` into `budget[l, h]` equal stretches: membership `[L, H, max(budget), T]` of 0 and 1."""
+    which = torch.arange(tokens, device=budget.device) * budget.unsqueeze(-1) // tokens
+    numbers = torch.arange(int(budget.max()), device=budget.device).unsqueeze(-1)
+    return ((which.unsqueeze(-2) == numbers) & (budget[..., None, None] > 0)).float()
+
+
+def pool(rows: Tensor, weights: Tensor) -> Tensor:
+    """Weighted means of rows `[..., T, D]` under `weights` `[..., P, T]`; no weight at all gives zeros."""
+    return weights @ rows / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+
+
+def log_counts(membership: Tensor) -> Tensor:
+    """Log of the number of tokens of each pooled entry, `[..., P]`; −inf for an empty one."""
+    return membership.sum(-1).log()
+
+
+def fit_mass(shares: Tensor, target: Tensor, start: Tensor, weights: Tensor, ridge: float = RIDGE) -> Tensor:
+    """β of pooled entries, so that they carry the mass that reference queries put on what they stand for.
+
+    `shares` `[..., R, P]`: exp(q·k_j) over the segment's mass; `target` `[..., R]`: what they must add up to; `start`
+    `[..., P]`: first guess of β, and what the ridge pulls to (−inf stays −inf); `weights` `[..., R]`: of the rows.
+    Minimises Σ_i ω_i² (Σ_j s_ij w_j − m_i)² + λ Σ_j (w_j / w⁰_j − 1)² by coordinate descent, β = log w, e^−7 ≤ w ≤ e^9
+    (the mass term of Attention Matching, arXiv 2602.16284, with a log-count start and a wider box).
+    """
+    first = start.exp()
+    columns = shares * weights.unsqueeze(-1) * first.unsqueeze(-2)
+    gram = columns.transpose(-1, -2) @ columns
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    penalty = ridge * diagonal.mean(-1, keepdim=True) + torch.finfo(shares.dtype).tiny
+    goal = (columns * (target * weights).unsqueeze(-1)).sum(-2) + penalty
+    low, high = (bound / first.where(first > 0, 1.0) for bound in MASS_BOX)
+    scaled = torch.ones_like(first)
+    for _ in range(SWEEPS):
+        for j in range(first.shape[-1]):
+            slope = (gram[..., j, :] * scaled).sum(-1) + penalty[..., 0] * scaled[..., j] - goal[..., j]
+            step = slope / (diagonal[..., j] + penalty[..., 0])
+            scaled[..., j] = (scaled[..., j] - step).clamp(low[..., j], high[..., j])
+    return torch.where(first > 0, (first * scaled).log(), -torch.inf)
+
+
+def refit_values(shares: Tensor, missing: Tensor, values: Tensor, weights: Tensor, ridge: float = RIDGE) -> Tensor:
+    """Values `[..., P, D]` of pooled entries, moved by ridge regression so that the segment's output is met.
+
+    `shares` `[..., R, P]`: each pooled entry's share of the summary's softmax; `missing` `[..., R, D]`: the output that
+    is still wrong with `values`; `weights` `[..., R]` of the rows. The ridge pulls toward `values` (cluster means), not
+    to zero: with few queries an unridged fit blows up.
+    """
+    weighted = shares * weights.unsqueeze(-1)
+    gram = weighted.transpose(-1, -2) @ shares
+    size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    damping = (ridge * size).clamp(min=torch.finfo(shares.dtype).tiny ** 0.5)[..., None, None]
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return values + torch.linalg.solve(gram + damping * eye, weighted.transpose(-1, -2) @ missing)
+
+
+def fit_pooled(
+    segments: Segments, indices: Tensor, share: Tensor, keys: Tensor, values: Tensor, start: Tensor, *, refit: bool
+) -> Pooled:
+    """Mass, and with `refit` values, of pooled entries that stand for all tokens outside the exact ones.
+
+    `indices` `[F, L, H, E]` are the exact entries (β 0, own values; never fitted), `share` is ρ `[F, L, H, R]`, `keys`
+    and `values` `[F, L, H, P, D]` are the first guess and `start` `[F, L, H, P]` its β.
+    """
+    attention, lse = local_attention(segments.queries, segments.keys, segments.scale)
+    exact = attention.gather(-1, indices.clamp(min=0).unsqueeze(-2).expand(*attention.shape[:-1], indices.shape[-1]))
+    exact = exact.masked_fill((indices < 0).unsqueeze(-2), 0.0)
+    pooled = (segments.queries @ keys.transpose(-1, -2) * segments.scale - lse.unsqueeze(-1)).exp()
+    left = (1.0 - exact.sum(-1)).clamp(min=0.0)
+    bias = fit_mass(pooled, left, start, _floored(share * (1.0 - share)))
+    if not refit:
+        return Pooled(keys, values, bias)
+    pooled = pooled * bias.exp().unsqueeze(-2)
+    total = (exact.sum(-1) + pooled.sum(-1)).clamp(min=torch.finfo(pooled.dtype).tiny).unsqueeze(-1)
+    output = (exact @ take(segments.values, indices) + pooled @ values) / total
+    fitted = refit_values(pooled / total, attention @ segments.values - output, values, _floored(share.square()))
+    low, high = segments.values.amin(-2, keepdim=True), segments.values.amax(-2, keepdim=True)
+    middle, reach = (low + high) / 2, high - low  # twice the range the segment has in each channel
+    return Pooled(keys, fitted.clamp(middle - reach, middle + reach), bias)
+
+
+def _floored(weights: Tensor) -> Tensor:
+    floor = 0.05 * weights.median(dim=-1, keepdim=True).values
+    return weights.maximum(floor).clamp(min=torch.finfo(weights.dtype).eps)
