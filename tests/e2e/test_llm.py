@@ -51,7 +51,7 @@ def test_more_choices_than_the_queue_holds_are_sent_bit_by_bit_and_closing_twice
         outputs = small.generate(["a"] * 6, SamplingParams(n=3, max_tokens=2, ignore_eos=True))
         assert [len(o.outputs) for o in outputs] == [3] * 6
         with pytest.raises(ParameterError):
-            small.generate(["a", [10**9]], SamplingParams(max_tokens=10_000, ignore_eos=True))
+            small.generate([[5], [10**9]], SamplingParams(max_tokens=10_000, ignore_eos=True))
         assert small.generate("a", SHORT)[0].finished  # the other one of the failed call was ended
     small.close()
     with pytest.raises(EngineDeadError, match="closed"):

@@ -75,6 +75,29 @@ def test_idle_pages_go_least_recently_used_first_and_leaves_before_parents():
     kv.check_integrity([third, table])
 
 
+def test_pages_that_count_as_available_can_be_had_when_a_fork_keeps_its_own_copy_of_a_known_prefix():
+    """Else a fork waits for ever for idle pages that its own page below them keeps from being evicted."""
+    kv = make(num_pages=10)
+    other, trunk, child = PageTable(), PageTable(), PageTable()
+    for table, length in ((other, 8), (trunk, 16)):
+        assert kv.allocate(table, length, PageClass.PROMPT)
+        table.kv_len = length
+    kv.publish(other, (), TOKENS, 8)
+    kv.fork(trunk, child, 16)
+    kv.publish(trunk, (), TOKENS, 16)
+    kv.check_integrity([other, trunk, child])
+    kv.free(trunk)
+    kv.free(other)
+    rest = PageTable()
+    assert kv.num_available == 6
+    assert kv.allocate(rest, 6 * 4, PageClass.PROMPT)
+    kv.free(rest)
+    kv.publish(child, (), TOKENS, 16)
+    kv.free(child)
+    assert kv.match(rest, (), TOKENS, 16) == 16
+    kv.check_integrity([rest])
+
+
 def test_a_prefix_that_is_used_again_and_again_costs_no_more_memory():
     kv = make()
     for _ in range(50):

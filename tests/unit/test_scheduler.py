@@ -116,21 +116,6 @@ def test_case_40_preemption_loses_and_doubles_nothing(depth, n, caching):
     assert scheduler.kv.num_available == pages
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_fork_moves_with_its_trunk_to_pages_that_another_request_published(depth):
-    """Two equal prefixes prefilled at once: the fork must hold the tree's pages, not its trunk's old ones."""
-    scheduler, runner = make(num_pages=6, budget=64), TokenFunction(token_of)
-    first = make_branches(0, range(8), 1)
-    trunk, child = make_branches(1, range(16), 8, n=2, order=1)
-    trunk.steering = FreeRun(1)
-    scheduler.add(first)
-    scheduler.add([trunk, child])
-    run_scheduler(scheduler, runner, [*first, trunk, child], depth=depth, limit=40)
-    assert child.status is BranchStatus.FINISHED
-    scheduler.kv.clear_cache()
-    assert scheduler.kv.num_available == 6
-
-
 def test_the_first_arrived_branch_always_advances():
     scheduler, runner = make(num_pages=8), TokenFunction(token_of)
     branches = [make_branches(i, range(5), 20, order=i)[0] for i in range(4)]
