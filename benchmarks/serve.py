@@ -1,11 +1,11 @@
 """How fast does the engine decode on this machine's CPU, against transformers' own generation?
 
-Both sides: same weights in fp32, same prompts, greedy, forced lengths, same threads, one process. Each side is
-warmed up; then the sides take turns and the median run counts. Work is counted in output tokens that were asked
-for, so padding earns nothing.
+Both sides: same weights in fp32, same prompts, greedy, forced lengths, same threads. Each side lives in a process
+of its own, which sleeps while another one works. Each is warmed up; then the sides take turns and the median run
+counts. Work is counted in output tokens that were asked for, so padding earns nothing.
 
 The peer of a case is the faster of `generate_batch` (transformers' continuous batching, at most 16 at a time, its
-manager kept alive between runs) and padded `generate` (batches of 16 in order of arrival); one stream is `generate`.
+manager started before the clock) and padded `generate` (batches of 16 in order of arrival); one stream is `generate`.
 Prefix caching is off on our side, since every run repeats its prompts.
 """
 
@@ -16,19 +16,22 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any, Protocol
 
 import torch
+from transformers import AutoTokenizer
 
 from thinkfold import AsyncEngine, EngineConfig, SamplingParams, ThinkingParams
 from thinkfold.cli import rows
 from thinkfold.llm import collect
 from thinkfold.pebble import pebble_path, problems
+from thinkfold.text.prompts import PromptRenderer
 
 AT_A_TIME = 16
 
@@ -42,11 +45,11 @@ class Work:
 
 
 class Side(Protocol):
-    """Something that does work; `run` returns when all of it is done."""
+    """Something that does work; `run` returns the seconds that it took."""
 
     name: str
 
-    def run(self, work: Sequence[Work]) -> None: ...
+    def run(self, work: Sequence[Work]) -> float: ...
 
     def close(self) -> None: ...
 
@@ -63,16 +66,16 @@ class Thinkfold:
         )
         self._engine = self._runner.run(AsyncEngine.start(config))
 
-    def encode(self, question: str) -> list[int]:
-        return self._engine.prompts.encode_chat([{"role": "user", "content": question}])
-
-    def run(self, work: Sequence[Work]) -> None:
+    def run(self, work: Sequence[Work]) -> float:
         async def everything() -> list[int]:
             outputs = await asyncio.gather(*(self._one(item) for item in work))
             return [output.outputs[0].num_output_tokens for output in outputs]
 
+        started = time.perf_counter()
         produced = self._runner.run(everything())
+        seconds = time.perf_counter() - started
         check_lengths(self.name, produced, work)
+        return seconds
 
     async def _one(self, item: Work) -> Any:
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=item.length)
@@ -88,11 +91,12 @@ class PaddedGenerate:
 
     name = "generate"
 
-    def __init__(self, model: Any, at_a_time: int) -> None:
-        self._model = model
+    def __init__(self, model: str, at_a_time: int) -> None:
+        self._model = load_peer(model)
         self._at_a_time = at_a_time
 
-    def run(self, work: Sequence[Work]) -> None:
+    def run(self, work: Sequence[Work]) -> float:
+        started = time.perf_counter()
         for start in range(0, len(work), self._at_a_time):
             batch = work[start : start + self._at_a_time]
             width = max(len(item.prompt) for item in batch)
@@ -101,40 +105,96 @@ class PaddedGenerate:
             longest = max(item.length for item in batch)
             out = self._model.generate(ids, attention_mask=mask, max_new_tokens=longest, do_sample=False)
             check_lengths(self.name, [out.shape[1] - width], [max(batch, key=lambda item: item.length)])
+        return time.perf_counter() - started
 
     def close(self) -> None:
         return
 
 
 class GenerateBatch:
-    """transformers' continuous batching, through the manager that `generate_batch` uses."""
+    """transformers' continuous batching, through the manager that `generate_batch` uses.
+
+    Its manager polls while it has nothing to do, so it lives only as long as a run.
+    """
 
     name = "generate_batch"
 
-    def __init__(self, model: Any, at_a_time: int, longest: int) -> None:
+    def __init__(self, model: str, at_a_time: int) -> None:
+        self._model = load_peer(model)
+        self._at_a_time = at_a_time
+
+    def run(self, work: Sequence[Work]) -> float:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        pages = at_a_time * -(-longest // 256) + 8  # of 256 tokens, its default: every request fits
-        self._manager = model.init_continuous_batching(
+        longest = max(len(item.prompt) + item.length for item in work)
+        pages = self._at_a_time * -(-longest // 256) + 8  # of 256 tokens, its default: every request fits
+        manager = self._model.init_continuous_batching(
             generation_config=GenerationConfig(
                 do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=longest
             ),
-            continuous_batching_config=ContinuousBatchingConfig(num_blocks=pages, max_requests_per_batch=at_a_time),
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=pages, max_requests_per_batch=self._at_a_time
+            ),
         )
-        self._manager.start()
+        manager.start()
+        try:
+            self._finish(manager, [Work(work[0].prompt, 1)])  # it is up
+            started = time.perf_counter()
+            self._finish(manager, work)
+            return time.perf_counter() - started
+        finally:
+            manager.stop(block=True)
 
-    def run(self, work: Sequence[Work]) -> None:
-        wanted = {
-            self._manager.add_request(item.prompt, max_new_tokens=item.length, eos_token_id=-1): item for item in work
-        }
+    def _finish(self, manager: Any, work: Sequence[Work]) -> None:
+        wanted = {manager.add_request(item.prompt, max_new_tokens=item.length, eos_token_id=-1): item for item in work}
         for _ in work:
-            result = self._manager.get_result(timeout=600)
+            result = manager.get_result(timeout=600)
             if result is None or result.error:
                 raise SystemExit(f"generate_batch failed: {result.error if result else 'no result'}")
             check_lengths(self.name, [len(result.generated_tokens)], [wanted[result.request_id]])
 
     def close(self) -> None:
-        self._manager.stop(block=True)
+        return
+
+
+SIDES = {side.name: side for side in (Thinkfold, PaddedGenerate, GenerateBatch)}
+
+
+class Isolated:
+    """A side in a process of its own that speaks JSON lines: work in, seconds out."""
+
+    def __init__(self, name: str, model: str, at_a_time: int, threads: int) -> None:
+        self.name = name
+        command = [sys.executable, __file__, "--side", name, "--model", model]
+        command += ["--threads", str(threads), "--at-a-time", str(at_a_time)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, work: Sequence[Work]) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([asdict(item) for item in work]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith('{"seconds"'):
+                return float(json.loads(line)["seconds"])
+        raise SystemExit(f"{self.name} ended early (exit code {self._process.wait()})")
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def work_for_parent(args: argparse.Namespace) -> int:
+    """Be one side: read work from standard input until it ends."""
+    torch.set_num_threads(args.threads)
+    torch.set_grad_enabled(False)
+    side: Side = SIDES[args.side](args.model, args.at_a_time)
+    for line in sys.stdin:
+        seconds = side.run([Work(**item) for item in json.loads(line)])
+        print(json.dumps({"seconds": seconds}), flush=True)
+    side.close()
+    return 0
 
 
 def check_lengths(name: str, produced: Sequence[int], work: Sequence[Work]) -> None:
@@ -169,34 +229,31 @@ def time_sides(sides: Sequence[Side], work: Sequence[Work], runs: int) -> dict[s
         side.run([Work(item.prompt, 8) for item in work[:AT_A_TIME]])
     for _ in range(runs):
         for side in sides:
-            started = time.perf_counter()
-            side.run(work)
-            rates[side.name].append(tokens / (time.perf_counter() - started))
+            rates[side.name].append(tokens / side.run(work))
             print(f"  {side.name:15} {rates[side.name][-1]:8.1f} tokens/s", file=sys.stderr)
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def measure(case: str, lengths: Sequence[int], model: Any, folder: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: str, lengths: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
     """Run one case and return its row."""
     print(f"{case}: {len(lengths)} requests of {min(lengths)} to {max(lengths)} tokens", file=sys.stderr)
     at_a_time = min(AT_A_TIME, len(lengths))
-    ours = Thinkfold(folder, at_a_time)
-    prompts = [ours.encode(problem.question) for problem in problems("medium", len(lengths))]
+    renderer = PromptRenderer(AutoTokenizer.from_pretrained(args.model), normalize=True)
+    questions = [problem.question for problem in problems("medium", len(lengths))]
+    prompts = [renderer.encode_chat([{"role": "user", "content": question}]) for question in questions]
     work = [Work(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
-    sides: list[Side] = [ours, PaddedGenerate(model, at_a_time)]
-    if len(work) > 1:
-        longest = max(len(item.prompt) + item.length for item in work)
-        sides.append(GenerateBatch(load_peer(folder), at_a_time, longest))
+    names = list(SIDES) if len(work) > 1 else ["thinkfold", "generate"]
+    sides = [Isolated(name, args.model, at_a_time, args.threads) for name in names]
     try:
         rates = time_sides(sides, work, args.runs)
     finally:
         for side in sides:
             side.close()
-    own = rates.pop(ours.name)
+    own = rates.pop(Thinkfold.name)
     peer = max(rates, key=rates.__getitem__)
     metrics = {"output_tokens_per_s": own, "peer_output_tokens_per_s": rates[peer], "ratio": own / rates[peer]}
     metrics |= {f"{name}_output_tokens_per_s": rate for name, rate in rates.items()}
-    versions = {"peer": f"transformers {peer}", "threads": str(torch.get_num_threads())}
+    versions = {"peer": f"transformers {peer}", "threads": str(args.threads)}
     return rows.make_row("serve", case, metrics, seed=args.seed, extra_versions=versions)
 
 
@@ -210,16 +267,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
     parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
+    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
+    parser.add_argument("--at-a-time", type=int, default=AT_A_TIME, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.side:
+        return work_for_parent(args)
     cases = {"16_spread": spread(32, 64, 512, args.seed), "16_fixed": [256] * 16, "1_stream": [256]}
     chosen = args.case or list(cases)
     if unknown := set(chosen) - set(cases):
         parser.error(f"unknown case {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
-    torch.set_num_threads(args.threads)
-    torch.set_grad_enabled(False)
-    model = load_peer(args.model)
     for case in chosen:
-        row = measure(case, cases[case], model, args.model, args)
+        row = measure(case, cases[case], args)
         if not args.no_record:
             rows.keep(row)
         numbers = row["metrics"]

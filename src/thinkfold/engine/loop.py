@@ -15,11 +15,13 @@ from thinkfold.config import EngineConfig
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.messages import Abort, Command, Dead, Event, ModelInfo, News, Ready, Stop
 from thinkfold.errors import ParameterError
+from thinkfold.types import RequestOutput
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
 _QUIET_S = 0.2  # a step without news is still a sign of life, told this often
+_COALESCE_S = 0.02  # deltas of this long travel together: each message wakes the reader's thread
 
 
 class Inbox(Protocol):
@@ -48,8 +50,38 @@ def run_core(
         send(Dead(""))
 
 
+class _Mail:
+    """Outputs on their way: first and last ones of a request go at once, others together."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, RequestOutput] = {}
+        self._begun: set[str] = set()
+        self._urgent = False
+        self._last_sent = 0.0
+
+    def add(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            name = output.request_id
+            self._urgent |= output.finished or name not in self._begun
+            self._begun.add(name)
+            if output.finished:
+                self._begun.discard(name)
+            if name in self._outputs:
+                self._outputs[name].merge(output)
+            else:
+                self._outputs[name] = output
+
+    def due(self, now: float) -> bool:
+        return self._urgent or now - self._last_sent > (_COALESCE_S if self._outputs else _QUIET_S)
+
+    def take(self, now: float) -> list[RequestOutput]:
+        outputs, self._outputs = list(self._outputs.values()), {}
+        self._urgent, self._last_sent = False, now
+        return outputs
+
+
 def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> None:
-    last_sent = 0.0
+    mail = _Mail()
     idle_checked = True
     while True:
         commands = _commands(inbox, wait=not core.has_work)
@@ -61,11 +93,10 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
             else:
                 core.add(command)
         if core.has_work or commands:
-            outputs = core.step()
+            mail.add(core.step())
             now = time.monotonic()
-            if outputs or not core.has_work or now - last_sent > _QUIET_S:
-                send(News(outputs, core.stats()))
-                last_sent = now
+            if not core.has_work or mail.due(now):
+                send(News(mail.take(now), core.stats()))
             idle_checked = False
         elif not idle_checked:
             core.check_integrity()
