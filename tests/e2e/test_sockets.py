@@ -189,7 +189,14 @@ def test_thinkfold_serve_from_start_to_signal(how: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "thinkfold.cli.main", "serve", "--port", "0", "--load-format", "dummy"]
     command += ["--max-model-len", "512", "--kv-cache-bytes", "16777216"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(how, signal.SIG_DFL),  # a background job inherits an ignored SIGINT
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
