@@ -305,7 +305,8 @@ class CompletionOutput:
 class Costs:
     """What a request cost so far: tokens, KV memory held and time, over all branches.
 
-    Times in seconds; `kv_byte_seconds` is bytes of KV pages held integrated over time.
+    `computed_prompt_tokens` includes what a preemption computes again. Times in seconds;
+    `kv_byte_seconds` is bytes of KV pages held integrated over time.
     """
 
     prompt_tokens: int = 0
