@@ -12,8 +12,10 @@ from torch import Tensor
 
 # Keys are visited in chunks of this many entries counted from entry 0, whatever the batch holds.
 KV_CHUNK = 512
-# Gathered keys and values of one group of decode rows should stay inside the last-level cache.
+# Gathered keys and values of one group of decode rows should stay inside a CPU's last-level cache;
+# a GPU would rather have few large groups.
 GATHER_BYTES = 8 << 20
+GATHER_BYTES_GPU = 1 << 30
 # A group may pad its shorter rows up to this share of the longest one.
 MAX_PADDING = 0.15
 # Lengths are padded to this, so that no vector loop of a softmax ends in a scalar tail.
@@ -143,11 +145,12 @@ def _writes(kv: Tensor, slots: Tensor) -> Tensor:
 def _groups(rows: list[Row], kv: Tensor) -> list[list[Row]]:
     """Decode rows of similar length together, bounded in bytes and in padding."""
     entry_bytes = 2 * kv.shape[2] * kv.shape[5] * kv.element_size()
+    limit = GATHER_BYTES if kv.device.type == "cpu" else GATHER_BYTES_GPU
     groups: list[list[Row]] = []
     span = 0
     for row in sorted(rows, key=lambda r: r.first - r.kv_len):
         length = row.kv_len - row.first
-        full = groups and (len(groups[-1]) + 1) * span * entry_bytes > GATHER_BYTES
+        full = groups and (len(groups[-1]) + 1) * span * entry_bytes > limit
         if not groups or full or length < span * (1 - MAX_PADDING) - LENGTH_ALIGN:
             groups.append([])
             span = length

@@ -75,7 +75,12 @@ def hardware(device: str) -> str:
 
 
 def commit() -> str:
-    """Short hash of the checkout's commit, with `+` where the source differs from it."""
+    """Short hash of the checkout's commit, with `+` where the source differs from it.
+
+    An exported tree has no history: there the variable THINKFOLD_COMMIT names its commit.
+    """
+    if exported := os.environ.get("THINKFOLD_COMMIT"):
+        return exported
     root = checkout()
     if root is None:
         return f"v{__version__}"
