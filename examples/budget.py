@@ -16,6 +16,6 @@ for budget in (0, 50, 200, -1):  # -1: no limit
     )
     choice = reply.choices[0]
     spent = reply.usage.completion_tokens_details.reasoning_tokens
-    effective = reply.thinkfold["thinking"]["budget"]
+    effective = reply.thinkfold["policy"]["thinking"]["budget"]
     print(f"budget {effective}: {spent} thinking tokens, ended: {choice.thinking_end_reason}")
     print(f"    {choice.message.content.strip()}")

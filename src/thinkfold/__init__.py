@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from thinkfold.config import EngineConfig
     from thinkfold.engine.async_engine import AsyncEngine
     from thinkfold.llm import LLM
-    from thinkfold.types import RequestOutput, SamplingParams, ThinkingParams
+    from thinkfold.types import FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
     "EngineConfig",
+    "FoldParams",
     "RequestOutput",
     "SamplingParams",
     "ThinkingParams",
@@ -29,6 +30,7 @@ _HOME = {
     "LLM": "thinkfold.llm",
     "AsyncEngine": "thinkfold.engine.async_engine",
     "EngineConfig": "thinkfold.config",
+    "FoldParams": "thinkfold.types",
     "RequestOutput": "thinkfold.types",
     "SamplingParams": "thinkfold.types",
     "ThinkingParams": "thinkfold.types",

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from thinkfold.errors import ParameterError
-from thinkfold.types import DEFAULT_THINKING_BUDGET, UNLIMITED
+from thinkfold.types import DEFAULT_THINKING_BUDGET, FOLD_PROFILES, UNLIMITED, AtAnswer, FoldMode, FoldProfile
 
 PAGE_SIZES = (8, 16, 32, 64)
+EMBEDDED_MODEL = "pebble"
 _CHOICES: Mapping[str, tuple[object, ...]] = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "model", "fp8_e4m3"),
     "pipeline_depth": (0, 1, None),
+    "admission": ("predicted", "greedy"),
+    "fold_policy": tuple(FoldMode),
+    "fold_profile": (*FOLD_PROFILES, None),
+    "fold_at_answer": tuple(AtAnswer),
+    "fold_prefer": ("fold", "queue"),
+    "attention_backend": ("auto", "reference", "triton"),
 }
 
 
@@ -31,10 +39,12 @@ class EngineConfig:
     `max_model_len` bounds prompt and output together; None takes the model's own length.
     `max_num_seqs` bounds the branches that run at once.
     `max_num_batched_tokens` is the token budget of one step.
+    `admission` predicted starts a branch if the pool will hold the batch to its end; greedy if its prompt fits.
     `max_waiting` bounds the queue behind the running branches; beyond it the server answers 429.
     `page_size` is the tokens of one KV page: 8, 16, 32 or 64.
     `kv_cache_bytes` fixes the KV pool; None sizes it by a profiling run.
-    `kv_cache_dtype` auto is the model's dtype, the only one so far.
+    `kv_cache_dtype` auto and model are the model's dtype; fp8_e4m3 has a scale a token and head.
+    `swap_space_bytes` is host memory for KV that leaves the device; 0 is none.
     `gpu_memory_utilization` is the share of the device (of free memory on a CPU) to stay within.
     `enable_prefix_caching` shares the KV of equal visible prefixes between requests.
     `pipeline_depth` 1 plans a step ahead of the device, 0 waits for each; None is 1 on a GPU.
@@ -47,10 +57,17 @@ class EngineConfig:
     `think_force` is the text that ends its thinking by force; None takes `think_end`.
     `closing_words` are written before a forced end and count against the budget.
     `normalize_prompts` unifies line ends and trailing blanks of system and few-shot text.
-    `min_segment_tokens` joins shorter segments of thinking to the next.
-    `max_segment_tokens` ends a segment that has found no delimiter.
+    `fold_policy` says when finished thinking is folded: off, pressure (memory is short) or eager.
+    `fold_profile` names the numbers of segments and folds; None is pebble for pebble, else default.
+    `fold_selector` names what chooses the entries that a fold keeps.
+    `fold_entries` are kept of a segment in each KV head, on average; None takes the profile's.
+    `fold_gate` is the largest estimated error, 0 to 1, with which a fold is still committed.
+    `fold_at_answer` is what becomes of raw thinking then: keep, recycle (fold it) or swap.
+    `fold_prefer` is the peak that admission counts on: fold (folded) or queue (raw).
+    `fold_delimiter_token` is one more token that ends a segment of thinking.
     `stall_timeout_s` without a finished step makes the server not ready.
     `watchdog_s` without a finished step ends the engine.
+    `attention_backend` auto is triton on a GPU and reference (plain PyTorch) on a CPU.
     """
 
     model: str = "pebble"
@@ -61,10 +78,12 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
+    admission: Literal["predicted", "greedy"] = "predicted"
     max_waiting: int = 512
     page_size: int = 16
     kv_cache_bytes: int | None = None
-    kv_cache_dtype: Literal["auto"] = "auto"
+    kv_cache_dtype: Literal["auto", "model", "fp8_e4m3"] = "auto"
+    swap_space_bytes: int = 0
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True
     pipeline_depth: Literal[0, 1] | None = None
@@ -77,18 +96,26 @@ class EngineConfig:
     think_force: str | None = None
     closing_words: str = ""
     normalize_prompts: bool = True
-    min_segment_tokens: int = 1
-    max_segment_tokens: int = 1024
+    fold_policy: Literal["off", "pressure", "eager"] = "pressure"
+    fold_profile: Literal["default", "fine", "coarse", "pebble"] | None = None
+    fold_selector: str = "conclusion_attention"
+    fold_entries: int | None = None
+    fold_gate: float = 1.0
+    fold_at_answer: Literal["keep", "recycle", "swap"] = "keep"
+    fold_prefer: Literal["fold", "queue"] = "fold"
+    fold_delimiter_token: str | None = None
     stall_timeout_s: float = 60.0
     watchdog_s: float = 600.0
+    attention_backend: Literal["auto", "reference", "triton"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "min_segment_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"must be at least 1, got {getattr(self, name)}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ParameterError(name, f"must be one of {allowed}, got {getattr(self, name)!r}")
+                shown = ", ".join(map(str, allowed))
+                raise ParameterError(name, f"must be one of {shown}, got {getattr(self, name)!r}")
         for name in ("stall_timeout_s", "watchdog_s"):
             if not getattr(self, name) > 0.0:
                 raise ParameterError(name, f"must be positive, got {getattr(self, name)}")
@@ -102,14 +129,30 @@ class EngineConfig:
             raise ParameterError("max_model_len", f"must be at least 2, got {self.max_model_len}")
         if self.seed is not None and self.load_format != "dummy":
             raise ParameterError("seed", "needs load_format dummy; requests carry their own seed")
-        if self.kv_cache_dtype != "auto":
-            raise ParameterError(
-                "kv_cache_dtype", f"only auto (the model's dtype) is available, got {self.kv_cache_dtype}"
-            )
+        if self.swap_space_bytes < 0:
+            raise ParameterError("swap_space_bytes", f"must be 0 or more, got {self.swap_space_bytes}")
         if self.default_thinking_budget < UNLIMITED:
             raise ParameterError("default_thinking_budget", f"must be -1 or more, got {self.default_thinking_budget}")
-        if self.max_segment_tokens < self.min_segment_tokens:
-            raise ParameterError("max_segment_tokens", "must be at least min_segment_tokens")
         markers = (self.think_start, self.think_end)
         if any(markers) and not all(markers):
             raise ParameterError("think_start", "think_start and think_end go together")
+        self._check_fold()
+
+    @property
+    def fold_numbers(self) -> tuple[str, FoldProfile]:
+        """Name and numbers of the profile that requests get which name none."""
+        name = self.fold_profile or ("pebble" if self.model == EMBEDDED_MODEL else "default")
+        profile = FOLD_PROFILES[name]
+        return name, profile if self.fold_entries is None else replace(profile, entries=self.fold_entries)
+
+    def _check_fold(self) -> None:
+        if not 0.0 <= self.fold_gate <= 1.0:
+            raise ParameterError("fold_gate", f"must be in [0, 1], got {self.fold_gate}")
+        _, numbers = self.fold_numbers
+        if not 0 <= numbers.entries < numbers.min_segment_tokens:
+            limit = numbers.min_segment_tokens
+            raise ParameterError(
+                "fold_entries", f"must be at least 0 and less than the {limit} tokens of the shortest segment"
+            )
+        if self.fold_policy == FoldMode.OFF and self.fold_at_answer == AtAnswer.RECYCLE:
+            raise ParameterError("fold_at_answer", "recycle folds, and fold_policy is off")

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.errors import EngineDeadError
-from thinkfold.types import RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -39,15 +39,17 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | None = None,
         thinking: ThinkingParams | None = None,
+        fold: FoldParams | None = None,
     ) -> list[RequestOutput]:
         """Continue raw prompts (text or token ids), one output each, in order."""
-        return self._run(self._generate(_as_list(prompts), sampling, thinking))
+        return self._run(self._generate(_as_list(prompts), sampling, thinking, fold))
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling: SamplingParams | None = None,
         thinking: ThinkingParams | None = None,
+        fold: FoldParams | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, one output each, in order."""
         single = bool(messages) and isinstance(messages[0], Mapping)
@@ -55,7 +57,7 @@ class LLM:
         thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
         encode = self.engine.prompts.encode_chat
         prompts = [encode(conversation, enable_thinking=thinking.template_switch) for conversation in conversations]
-        return self._run(self._generate(prompts, sampling, thinking))
+        return self._run(self._generate(prompts, sampling, thinking, fold))
 
     def close(self) -> None:
         """Stop the engine; calling it again does nothing."""
@@ -70,7 +72,11 @@ class LLM:
         self.close()
 
     async def _generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None, thinking: ThinkingParams | None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | None,
+        thinking: ThinkingParams | None,
+        fold: FoldParams | None,
     ) -> list[RequestOutput]:
         config, n = self.engine.config, sampling.n if sampling else 1
         limit = asyncio.Semaphore(max(1, (config.max_num_seqs + config.max_waiting // 2) // n))
@@ -78,7 +84,7 @@ class LLM:
         async def one(prompt: str | Sequence[int]) -> RequestOutput:
             ids = self.engine.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt
             async with limit:
-                return await collect(self.engine, ids, sampling, thinking)
+                return await collect(self.engine, ids, sampling, thinking, fold)
 
         tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
         try:
@@ -109,10 +115,11 @@ async def collect(
     prompt_token_ids: Sequence[int],
     sampling: SamplingParams | None = None,
     thinking: ThinkingParams | None = None,
+    fold: FoldParams | None = None,
 ) -> RequestOutput:
     """Run one request to its end and return everything in one output."""
     total: RequestOutput | None = None
-    async for output in engine.generate(prompt_token_ids, sampling, thinking):
+    async for output in engine.generate(prompt_token_ids, sampling, thinking, fold):
         if total is None:
             total = output
         else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from thinkfold import LLM, SamplingParams, ThinkingParams
+from thinkfold import LLM, FoldParams, SamplingParams, ThinkingParams
 from thinkfold.errors import EngineDeadError, ParameterError
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -44,6 +44,25 @@ def test_bad_input_is_refused_and_the_next_call_works(llm):
     with pytest.raises(ParameterError, match="prompt"):
         llm.generate([[]], SHORT)
     assert llm.generate("Hello", SHORT)[0].finished
+
+
+def test_the_requests_profile_cuts_its_thinking(llm):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>So"}]
+    letter = llm.engine.prompts.encode_text("a")[-1]
+    forced = SamplingParams(max_tokens=700, forced_tokens=(letter,) * 700, ignore_eos=True)
+
+    def cuts(fold):
+        output = llm.chat(chat, forced, ThinkingParams(thinking_token_budget=-1), fold)[0]
+        return output.fold.profile, [(s.start, s.end) for s in output.outputs[0].segments]
+
+    assert cuts(FoldParams(profile="fine")) == ("fine", [(0, 512)])  # the last one is still open
+    assert cuts(FoldParams(profile="default", policy="off")) == ("default", [])
+    assert cuts(None)[0] == "pebble"
+
+
+def test_what_folding_cannot_do_is_refused(llm):
+    with pytest.raises(ParameterError, match=r"fold\.entries: must be less than the 128 tokens"):
+        llm.chat([{"role": "user", "content": "hi"}], SHORT, fold=FoldParams(entries=128))
 
 
 def test_more_choices_than_the_queue_holds_are_sent_bit_by_bit_and_closing_twice_is_allowed():

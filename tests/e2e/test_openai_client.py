@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from conftest import Served
 
 # A prefill that opens thinking: random weights do not think by themselves.
 OPEN = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "<think>So"}]
@@ -62,6 +63,7 @@ def both(client: openai.OpenAI, **body: Any) -> tuple[dict[int, Choice], Any]:
     ours, theirs = whole.usage.model_dump(), last.usage.model_dump()
     for usage in (ours, theirs):
         usage.pop("prompt_tokens_details")  # the second run may find the first one's prefix
+        assert usage.pop("thinkfold")["tokens"]["prompt"] == usage["prompt_tokens"]  # times differ
     assert ours == theirs
     return choices, whole
 
@@ -80,8 +82,8 @@ def test_case_19_budgets_are_enforced_and_echoed(client: openai.OpenAI, budget: 
     # The prefilled thinking counts as well, so at most `budget` tokens are generated.
     assert reply.usage.completion_tokens_details.reasoning_tokens <= budget
     assert choices[0].thinking_end_reason == "budget" and choices[0].content
-    assert reply.thinkfold["thinking"]["budget"] == budget
-    assert reply.thinkfold["thinking"]["source"] == "thinking_token_budget"
+    assert reply.thinkfold["policy"]["thinking"]["budget"] == budget
+    assert reply.thinkfold["policy"]["thinking"]["source"] == "thinking_token_budget"
 
 
 def test_case_4_prefills(client: openai.OpenAI) -> None:
@@ -97,7 +99,7 @@ def test_case_4_prefills(client: openai.OpenAI) -> None:
 def test_case_6_thinking_off(client: openai.OpenAI, off: dict[str, Any]) -> None:
     choices, reply = both(client, **GREEDY, messages=PLAIN, max_tokens=6, extra_body=off)
     assert choices[0].content and not choices[0].reasoning
-    assert reply.thinkfold["thinking"]["enabled"] is False
+    assert reply.thinkfold["policy"]["thinking"]["enabled"] is False
     assert reply.usage.completion_tokens_details.reasoning_tokens == 0
 
 
@@ -118,6 +120,35 @@ def test_case_32_usage_counts_what_was_generated(client: openai.OpenAI) -> None:
     assert three.usage.completion_tokens == 3 * one.usage.completion_tokens
     assert three.usage.prompt_tokens == one.usage.prompt_tokens
     assert one.usage.completion_tokens_details.reasoning_tokens <= 6
+
+
+def test_fold_policies_are_echoed_and_a_stream_with_events_is_read(client: openai.OpenAI) -> None:
+    wish = {"policy": "eager", "profile": "fine", "entries": 16, "gate": 0.5}
+    body = {**GREEDY, "messages": OPEN, "max_tokens": 40, "extra_body": {"thinkfold": {"fold": wish}}}
+    _, reply = both(client, **body)
+    assert wish.items() <= reply.thinkfold["policy"]["fold"].items()
+    body["extra_body"] = {"thinkfold": {"fold": wish, "events": True}}
+    choices, last = from_stream(client.chat.completions.create(**body, stream=True))
+    assert choices == from_whole(reply)
+    assert last.thinkfold["policy"] == reply.thinkfold["policy"]
+
+
+def test_folds_are_told_while_the_response_runs(served: Served, client: openai.OpenAI) -> None:
+    letter, newline = (served.engine.prompts.encode_text(text)[-1] for text in ("a", "\n"))
+    body: dict[str, Any] = {
+        "model": "pebble", "messages": OPEN, "temperature": 1.0, "seed": 3, "max_tokens": 300,
+        "logit_bias": {str(letter): 100, str(newline): 100},  # random weights make blank lines only when pushed
+        "extra_body": {"thinkfold": {"fold": {"policy": "eager", "entries": 16}, "events": True}},
+    }  # fmt: skip
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    told = [c.thinkfold["fold"] for c in chunks if "fold" in (c.model_extra or {}).get("thinkfold", {})]
+    last = chunks[-1]
+    assert told and all(fold["entries"] == 16 and not fold["refused"] for fold in told)
+    assert last.usage.thinkfold["folds"] == len(told)
+    assert last.usage.thinkfold["folded_tokens"] == sum(fold["end"] - fold["start"] for fold in told)
+    states = {segment["id"]: segment["state"] for segment in last.thinkfold["segments"]}
+    assert {states[fold["segment"]] for fold in told} == {"folded"}
+    assert chunks.index(last) > chunks.index(next(c for c in chunks if "thinkfold" in (c.model_extra or {}))) + 1
 
 
 def test_prefix_hits_are_reported(client: openai.OpenAI) -> None:
@@ -177,7 +208,7 @@ def test_legacy_completions(client: openai.OpenAI) -> None:
 def test_case_54_effort_levels(client: openai.OpenAI) -> None:
     for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
         reply = client.chat.completions.create(**GREEDY, messages=PLAIN, max_tokens=3, reasoning_effort=effort)
-        assert reply.thinkfold["thinking"]["enabled"] == (effort != "none")
+        assert reply.thinkfold["policy"]["thinking"]["enabled"] == (effort != "none")
     with pytest.raises(openai.BadRequestError, match="minimal"):
         client.chat.completions.create(**GREEDY, messages=PLAIN, reasoning_effort="banana")  # type: ignore[arg-type]
 
@@ -198,7 +229,9 @@ def test_models(client: openai.OpenAI) -> None:
         ({"extra_body": {"stop_token_ids": [1536]}}, "stop_token_ids"),
         ({"messages": []}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
+        ({"extra_body": {"thinkfold": {"fold": {"selector": "dorp"}}}}, "thinkfold.fold.selector"),
         ({"messages": [{"role": "user", "content": "x" * 20_000_000}]}, "messages"),
     ],
 )

@@ -73,10 +73,19 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     return Inputs(q, k, v, kv, cu, torch.tensor([n for _, n in rows]).int(), table, torch.tensor(slots))
 
 
+def without_summaries(x: Inputs) -> tuple[Tensor, ...]:
+    """summary_rows, summary_table, summary_lens, bias and kv_scales of a batch that has none."""
+    num_heads = x.kv.shape[2]
+    table = torch.zeros(LAYERS, 0, num_heads, 0, dtype=torch.int32)
+    lens = torch.zeros(LAYERS, 0, num_heads, dtype=torch.int32)
+    return torch.full((len(x.kv_lens),), -1), table, lens, torch.zeros(0), torch.zeros(0).half()
+
+
 def call(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
     none, sink = torch.zeros(0, dtype=torch.int64), x.q.new_zeros(LAYERS, 0, *x.q.shape[1:])
-    tables = (x.cu_seqlens_q, x.kv_lens, x.page_table, x.slot_mapping)
-    return paged_attention(x.q, x.k, x.v, x.kv, LAYER, *tables, case.head_dim**-0.5, case.window, none, sink)
+    tables = (x.cu_seqlens_q, x.kv_lens, x.page_table, x.slot_mapping, *without_summaries(x))
+    scale, lse_sink = case.head_dim**-0.5, torch.zeros(sink.shape[:3])
+    return paged_attention(x.q, x.k, x.v, x.kv, LAYER, *tables, scale, case.window, none, sink, lse_sink)
 
 
 def oracle(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -143,9 +152,11 @@ def test_query_sink_holds_the_chosen_queries() -> None:
     x = make(case, torch.float32)
     rows = torch.tensor([4, 0, 7])
     sink = torch.full((LAYERS, 3, *x.q.shape[1:]), 5.0)
-    tables = (x.cu_seqlens_q, x.kv_lens, x.page_table, x.slot_mapping)
-    paged_attention(x.q, x.k, x.v, x.kv, LAYER, *tables, 0.1, 0, rows, sink)
-    assert torch.equal(sink[LAYER], x.q[rows])
+    lse_sink = torch.full((LAYERS, 3, x.q.shape[1]), 5.0)
+    tables = (x.cu_seqlens_q, x.kv_lens, x.page_table, x.slot_mapping, *without_summaries(x))
+    _, lse = paged_attention(x.q, x.k, x.v, x.kv, LAYER, *tables, 0.1, 0, rows, sink, lse_sink)
+    assert torch.equal(sink[LAYER], x.q[rows]) and torch.equal(lse_sink[LAYER], lse[rows])
+    assert (lse_sink[[0, 2]] == 5.0).all()
     assert (sink[[0, 2]] == 5.0).all()
 
 
@@ -156,6 +167,25 @@ def test_changed_lengths_in_the_same_table_are_seen() -> None:
     x.kv_lens[1] -= 3
     shorter = case._replace(rows=[(1, 20), (1, 27)])
     torch.testing.assert_close(call(shorter, x)[0].double(), oracle(shorter, x)[0], atol=3e-6, rtol=3e-6)
+
+
+def test_a_decode_step_after_another_has_the_bits_of_a_first_one() -> None:
+    """Plans are carried from step to step: over page borders, and when a neighbour's table changes."""
+    steps = [Case(2, 3, 16, 8, [(1, 20 + s), (1, 61 + s), (1, 700 + s)]) for s in range(20)]
+    x = make(steps[-1], torch.float32)
+    x.kv.nan_to_num_(0.5)
+    for number, case in enumerate(steps):
+        entries = [kv_len - 1 for _, kv_len in case.rows]
+        slots = [int(x.page_table[i, e // 8]) * 8 + e % 8 for i, e in enumerate(entries)]
+        if number == 15:
+            x.page_table[1, 0], x.page_table[2, 0] = x.page_table[2, 0].clone(), x.page_table[1, 0].clone()
+        y = x._replace(
+            kv_lens=torch.tensor([n for _, n in case.rows]).int(),
+            page_table=x.page_table.clone(),
+            slot_mapping=torch.tensor(slots),
+        )
+        fresh = y._replace(kv=x.kv.clone())
+        assert all(torch.equal(a, b) for a, b in zip(call(case, y), call(case, fresh), strict=True)), number
 
 
 @pytest.mark.parametrize("window", [0, 100])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thinkfold.scheduler.branch import Branch
-from thinkfold.scheduler.output import SampleRow, StepPlan, StepResult
+from thinkfold.scheduler.output import BatchRow, MemoryWork, SampleRow, StepPlan, StepResult
 from thinkfold.scheduler.scheduler import Scheduler
 from thinkfold.types import (
     EngineRequest,
@@ -42,6 +42,8 @@ class FreeRun:
     outputs: int = 0
     phase: Phase = Phase.ANSWER
     finish_reason: FinishReason | None = None
+    segment_ends: list[int] = field(default_factory=list)
+    answer_start: int | None = None
 
     def injection(self):
         return ()
@@ -63,16 +65,23 @@ class TokenFunction:
         self.token_of = token_of
         self.last_token: dict[int, int] = {}
         self.launched = 0
-        self.contents: dict[tuple[int, int], int] = {}
+        self.contents: dict[tuple[int, int], int | None] = {}
+        self.host: dict[tuple[int, int], int | None] = {}
+        self.fold_error = 0.0
+        self.spans: dict[int, list[int | None]] = {}  # prepared fold: the tokens of its span
+        self.summaries: dict[int, list[int]] = {}  # slot: entries by head
         self.page_size = 4
         self.contexts: list[list[int]] = []
 
     def launch(self, plan: StepPlan) -> StepResult:
         self.launched += 1
-        for source, target in plan.copies:
-            for offset in range(self.page_size):
-                if (source, offset) in self.contents:
-                    self.contents[target, offset] = self.contents[source, offset]
+        memory = plan.memory
+        self._move(memory.swap_out, self.contents, self.host)
+        self._fold(memory)
+        self._move(memory.copies, self.contents, self.contents)
+        self._move(memory.swap_in, self.host, self.contents)
+        self.summaries |= {slot: lengths for slot, _, lengths in memory.summaries}
+        self.spans |= {p.fold_id: self._read(p.pages) for p in memory.prepares}
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for row in plan.rows:
@@ -83,14 +92,40 @@ class TokenFunction:
             length = row.kv_start + len(ids)
             context = [self.contents[row.pages[i // self.page_size], i % self.page_size] for i in range(length)]
             for sample in row.samples:
-                assert sample.position == length, "the drawn token's position is the number of tokens before it"
+                self.check(row, sample, context)
                 self.contexts.append(context)
                 token = sample.forced_token if sample.forced_token is not None else self.draw(sample, context)
                 self.last_token[sample.slot] = token
                 tokens.append(token)
                 wanted = sample.params.logprobs is not None
                 logprobs.append(TokenLogprobs(token, -0.5) if wanted else None)
-        return StepResult(plan.step, tokens, [NO_STATS] * len(tokens), logprobs)
+        errors = [(prepare.fold_id, self.fold_error) for prepare in memory.prepares]
+        return StepResult(plan.step, tokens, [NO_STATS] * len(tokens), logprobs, errors)
+
+    def _fold(self, memory: MemoryWork) -> None:
+        """Commits find their span as it was prepared and the slot's summary as long as they say."""
+        for fold_id in memory.dropped:
+            del self.spans[fold_id]
+        for commit in memory.commits:
+            growth = commit.growth
+            assert self._read(commit.pages) == self.spans.pop(commit.fold_id), (
+                "a span has changed since it was prepared"
+            )
+            lengths = self.summaries.get(commit.slot) or [0] * len(growth.starts)
+            assert growth.starts == lengths, "a fold does not start where the slot's summary ends"
+            self.summaries[commit.slot] = [a + b for a, b in zip(growth.starts, growth.counts, strict=True)]
+
+    def _read(self, pages: list[int]) -> list[int | None]:
+        return [self.contents.get((page, offset)) for page in pages for offset in range(self.page_size)]
+
+    def _move(self, pairs, source, target):
+        """Copy whole pages, all read before any is written."""
+        read = [[source.get((a, offset)) for offset in range(self.page_size)] for a, _ in pairs]
+        for (_, b), tokens in zip(pairs, read, strict=True):
+            target |= {(b, offset): token for offset, token in enumerate(tokens)}
+
+    def check(self, row: BatchRow, sample: SampleRow, context: list[int]) -> None:
+        assert sample.position == len(context), "the drawn token's position is the number of tokens before it"
 
     def draw(self, sample: SampleRow, context: list[int]) -> int:
         return self.token_of(sample)
@@ -105,11 +140,13 @@ def run_scheduler(scheduler: Scheduler, runner: TokenFunction, branches: list[Br
     for _ in range(limit):
         plan = scheduler.plan()
         if plan is not None:
-            assert plan.num_tokens > 0
+            assert plan.num_tokens > 0 or plan.memory != MemoryWork(), "a step does something"
             pending.append((plan, runner.launch(plan)))
         scheduler.check_integrity()
         if pending and (plan is None or len(pending) > depth):
             plan, result = pending.pop(0)
+            for fold_id, error in result.fold_errors:
+                scheduler.folds.judge(fold_id, error)
             for (branch, wanted), token in zip(scheduler.collect(plan.step), result.token_ids, strict=True):
                 if not wanted:
                     continue

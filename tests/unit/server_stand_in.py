@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ import httpx
 from tiny_tokenizer import QWEN_TEMPLATE, build_tokenizer
 
 from thinkfold.config import EngineConfig
+from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.server.app import build_app
 from thinkfold.server.state import ServerOptions
@@ -24,9 +25,12 @@ from thinkfold.types import (
     CompletionOutput,
     Costs,
     FinishReason,
+    Fold,
+    FoldParams,
     Phase,
     RequestOutput,
     SamplingParams,
+    Segment,
     ThinkingEndReason,
     ThinkingParams,
     ThinkingPolicy,
@@ -35,6 +39,7 @@ from thinkfold.types import (
 
 LOOP = ("LOOP",)
 EOS = "EOS"
+SELECTORS = ("conclusion_attention", "drop")
 
 
 @dataclass(slots=True)
@@ -52,13 +57,15 @@ class Call:
     sampling: SamplingParams
     thinking: ThinkingParams
     namespace: tuple[str, ...]
+    fold: FoldParams | None = None
 
 
 @dataclass(slots=True)
 class ScriptedEngine:
     """Emits `scripts[branch % len]` token by token; `</think>` closes, `<think>` opens thinking.
 
-    `refuse` is raised at the first `__anext__`; `fail_after` tokens the request fails.
+    `refuse` is raised at the first `__anext__`; `fail_after` tokens the request fails. `told` has
+    segments and folds that come with the news of a branch's n-th token.
     """
 
     scripts: Sequence[Sequence[str]] = (("w", "</think>", "A", EOS),)
@@ -69,6 +76,7 @@ class ScriptedEngine:
     fail_after: int | None = None
     gate: asyncio.Event | None = None
     order: Sequence[int] | None = None
+    told: Mapping[int, Sequence[Segment | Fold]] = field(default_factory=dict)
     state: StandInHealth = field(default_factory=StandInHealth)
     calls: list[Call] = field(default_factory=list)
     running: int = 0
@@ -83,13 +91,35 @@ class ScriptedEngine:
 
     @property
     def model(self) -> ModelInfo:
-        return ModelInfo("tiny", "qwen3", self.max_model_len, len(self.tokenizer), 64, 16, 1024, "qwen3", True, True)
+        return ModelInfo(
+            "tiny",
+            "qwen3",
+            self.max_model_len,
+            len(self.tokenizer),
+            64,
+            16,
+            1024,
+            self.max_model_len,
+            "qwen3",
+            True,
+            True,
+        )
 
     def health(self) -> StandInHealth:
         return self.state
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=self.running, pages_total=64, pages_by_class={"thinking": 3, "free": 61})
+        return EngineStats(
+            running=self.running,
+            pages_total=64,
+            pages_by_class={"thinking": 3, "summary": 2, "free": 59},
+            folds=5,
+            folds_refused=1,
+            folded_tokens=80,
+            swaps=2,
+            swapped_bytes=4096,
+            pressure={"cached": 7, "fold": 5},
+        )
 
     async def stop(self) -> None:
         self.stopped = True
@@ -99,18 +129,20 @@ class ScriptedEngine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         thinking: ThinkingParams,
+        fold: FoldParams | None = None,
         *,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         prompt = self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
-        self.calls.append(Call(prompt, sampling, thinking, namespace))
+        self.calls.append(Call(prompt, sampling, thinking, namespace, fold))
         if self.refuse is not None:
             raise self.refuse
+        policy = resolve_fold(fold, config=self.config, thinks=True, selectors=SELECTORS)
         self.running += 1
         finished = False
         branches = [_Branch(self, i, prompt, sampling) for i in range(sampling.n)]
-        costs = Costs(prompt_tokens=len(prompt_token_ids), cached_tokens=2)
+        costs = Costs(prompt_tokens=len(prompt_token_ids), cached_tokens=2, folds=3, folded_tokens=48, folds_refused=1)
         try:
             if self.gate is not None:
                 await self.gate.wait()
@@ -123,7 +155,7 @@ class ScriptedEngine:
                 if error is not None:
                     news.finish_reason = FinishReason.ERROR
                 finished = error is not None or all(b.out.finish_reason is not None for b in branches)
-                yield RequestOutput(request_id or "r", [news], _policy(thinking), costs, finished, error)
+                yield RequestOutput(request_id or "r", [news], _policy(thinking), costs, finished, error, policy)
                 if finished:
                     return
         finally:
@@ -140,12 +172,16 @@ class _Branch:
         opened = prompt.rstrip().rfind("<think>") > max(prompt.rfind("</think>"), prompt.rfind("<|im_start|>"))
         self.out = CompletionOutput(index, phase=Phase.THINKING if opened else Phase.ANSWER)
         self.tokenizer = engine.tokenizer
+        self.told = engine.told
 
     def step(self) -> CompletionOutput:
         token = "a" if self.loop else next(self.script)
         out = self.out
         phase = None if token in ("<think>", "</think>", EOS) else out.phase
         news = CompletionOutput(out.index, phase=out.phase)
+        told = self.told.get(out.num_output_tokens, ())
+        news.segments = [one for one in told if isinstance(one, Segment)]
+        news.folds = [one for one in told if isinstance(one, Fold)]
         out.num_output_tokens += 1
         if token in ("<think>", "</think>"):
             out.phase = Phase.THINKING if token == "<think>" else Phase.ANSWER

@@ -13,7 +13,7 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import CapacityError, EngineDeadError, ParameterError, QueueFullError, UnsupportedError
 from thinkfold.llm import collect
-from thinkfold.types import FinishReason, SamplingParams, ThinkingParams
+from thinkfold.types import FinishReason, FoldMode, FoldParams, FoldPolicy, FoldPolicy, SamplingParams, ThinkingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 
@@ -39,7 +39,7 @@ class Gate:
             return launch(plan)
 
         runner.launch = gated
-        model = ModelInfo("pebble", "qwen3", 1600, 1536, 400, 4, 100, "qwen3", True, True)
+        model = ModelInfo("pebble", "qwen3", 1600, 1536, 400, 4, 100, 1600, "qwen3", True, True)
         return engine.core, model
 
 
@@ -214,7 +214,7 @@ async def test_giving_up_while_the_model_loads_ends_the_core(gate):
 
 async def test_requests_can_be_sent_to_a_process_whatever_mapping_holds_their_bias(engine):
     sampling = SamplingParams(logit_bias=MappingProxyType({3: 1.0}))
-    request = engine._accept(PROMPT, sampling, ThinkingParams(), ())
+    request = engine._accept(PROMPT, sampling, ThinkingParams(), FoldPolicy(), ())
     assert pickle.loads(pickle.dumps(request)) == request
 
 
@@ -284,7 +284,43 @@ async def test_a_refused_model_reaches_the_caller_by_name():
         await AsyncEngine.start(EngineConfig(own_process=False), build=_refuse)
 
 
+async def test_fold_parameters_are_resolved_on_the_way_to_the_core(engine):
+    sent = []
+    send = engine._send
+    engine._send = lambda command: (sent.append(command), send(command))
+    asked = FoldParams(policy="eager", profile="fine", gate=0.5)
+    assert (await collect(engine, PROMPT, GREEDY, BUDGET, asked)).finished
+    assert (await collect(engine, PROMPT, GREEDY, BUDGET)).finished
+    assert sent[0].fold == FoldPolicy(FoldMode.EAGER, "fine", "conclusion_attention", 32, 0.5)
+    assert sent[1].fold == FoldPolicy(FoldMode.PRESSURE, "pebble", "conclusion_attention", 32)
+    assert pickle.loads(pickle.dumps(sent[0])) == sent[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"selector": "nothing"}, "fold.selector"),
+        ({"entries": 128}, "fold.entries"),
+        ({"at_answer": "swap"}, "fold.at_answer"),
+    ],
+)
+async def test_folds_that_cannot_be_had_are_refused_before_the_engine(engine, asked, field):
+    with pytest.raises(ParameterError) as caught:
+        await collect(engine, PROMPT, GREEDY, BUDGET, FoldParams(**asked))
+    assert caught.value.field == field
+    assert engine.stats().steps == 0 and not engine._branches
+
+
+@pytest.mark.parametrize("config", [{"fold_selector": "nothing"}, {"fold_at_answer": "swap"}])
+async def test_a_default_that_cannot_be_had_ends_the_start(gate, config):
+    with pytest.raises(ParameterError) as caught:
+        await AsyncEngine.start(EngineConfig(own_process=False, **config), build=gate.build)
+    assert caught.value.field == next(iter(config)) and gate.engine is None
+
+
 async def test_no_seed_differs_and_a_seed_repeats(engine):
-    seeds = [engine._accept(PROMPT, SamplingParams(), ThinkingParams(), ()).sampling.seed for _ in range(3)]
+    seeds = [
+        engine._accept(PROMPT, SamplingParams(), ThinkingParams(), FoldPolicy(), ()).sampling.seed for _ in range(3)
+    ]
     assert len(set(seeds)) == 3
-    assert engine._accept(PROMPT, SamplingParams(seed=5), ThinkingParams(), ()).sampling.seed == 5
+    assert engine._accept(PROMPT, SamplingParams(seed=5), ThinkingParams(), FoldPolicy(), ()).sampling.seed == 5

@@ -63,6 +63,7 @@ def test_thinking_and_answers_are_never_published():
     assert engine.core.stats().pages_by_class == {
         "prompt": 0,
         "thinking": 0,
+        "summary": 0,
         "answer": 0,
         "cached": len(ids(BARE_PROMPT)) // PAGE,
     }

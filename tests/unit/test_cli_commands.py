@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
+import math
 import os
 import socket
 import subprocess
@@ -21,7 +23,8 @@ from thinkfold.cli import ask
 from thinkfold.cli.engine_flags import add_engine_flags, engine_config
 from thinkfold.cli.main import INTERRUPTED, USAGE_ERROR, main
 from thinkfold.config import EngineConfig
-from thinkfold.types import SamplingParams, ThinkingParams
+from thinkfold.server.reply import three_costs
+from thinkfold.types import Costs, Fold, FoldParams, FoldProfile, SamplingParams, Segment, ThinkingParams
 
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1])}
 
@@ -45,6 +48,9 @@ def test_every_field_has_a_flag_of_its_type() -> None:
     assert (config.model, config.page_size, config.pipeline_depth, config.seed) == ("some/model", 32, 0, 3)
     assert (config.enable_prefix_caching, config.own_process, config.gpu_memory_utilization) == (False, True, 0.5)
     assert (config.served_model_name, config.load_format) == ("x", "dummy")
+    folding = parsed("--fold-policy", "eager", "--fold-profile", "coarse", "--fold-gate", "0.5", "--fold-entries", "9")
+    assert (folding.fold_policy, folding.fold_gate) == ("eager", 0.5)
+    assert folding.fold_numbers == ("coarse", FoldProfile(4096, 512, 512, 512, 9))
 
 
 def test_help_names_every_field_and_loads_no_torch() -> None:
@@ -73,6 +79,8 @@ def test_help_names_every_field_and_loads_no_torch() -> None:
         (["ask", "q", "--url", "ftp://x"], "url: must start with"),
         (["ask", "q", "--url", "http://[::1"], "cannot talk to http://[::1"),
         (["ask", "q", "--url", "http://127.0.0.1:abc"], "cannot talk to http://127.0.0.1:abc"),
+        (["serve", "--fold-entries", "999", "--port", "0"], "fold_entries: must be at least 0"),
+        (["ask", "q", "--fold-gate", "2"], "fold.gate: must be in [0, 1], got 2"),
         (["ask", "q", "--no-thinking", "--depth", "high"], "depth: disagrees"),
     ],
 )
@@ -127,6 +135,40 @@ def test_ask_says_what_a_broken_server_did(reply: bytes, words: str, capsys: pyt
     assert words in captured.err and captured.err.count("\n") == 1
 
 
+def test_ask_asks_a_server_for_folds_and_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    fold = {"choice": 0, "id": 0, "segment": 3, "start": 10, "end": 58, "entries": 16.0, "pages_freed": 2,
+            "error": None, "refused": False}  # fmt: skip
+    usage = {"thinkfold": three_costs(Costs(folds=1, folded_tokens=48))}
+    stream = [
+        f"event: thinkfold.fold\ndata: {json.dumps({'choices': [], 'thinkfold': {'fold': fold}})}\n\n".encode(),
+        CHUNK,
+        b'data: {"choices": [{"index": 0, "delta": {}, "thinking_end_reason": "budget"}]}\n\n',
+        f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode(),
+        b"data: [DONE]\n\n",
+    ]
+    bodies: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            peer, _ = server.accept()
+            with peer, peer.makefile("rb") as reader:
+                length = 0
+                while (line := reader.readline().strip()) != b"":
+                    length = int(line.split()[1]) if line.lower().startswith(b"content-length:") else length
+                bodies.append(reader.read(length))
+                peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(stream))
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert main(["ask", "q", "--url", url, "--fold", "eager", "--fold-entries", "8"]) == 0
+        thread.join(10)
+    assert json.loads(bodies[0])["thinkfold"] == {"fold": {"policy": "eager", "entries": 8}, "events": True}
+    out = capsys.readouterr().out
+    assert "[fold: segment 3, 48 tokens → 16 entries, 2 pages freed]\nx" in out
+    assert "0 thinking (ended: budget, 48 folded)" in out
+
+
 def test_ask_accepts_a_server_without_our_costs() -> None:
     pieces = list(ask._read_events([CHUNK, b"data: [DONE]\n"]))
     assert [(p.reasoning, p.text, p.costs) for p in pieces] == [("", "x", None)]
@@ -153,11 +195,17 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("out", "ansi"), [(io.StringIO(), False), (Terminal(), True)])
 async def test_ask_shows_thinking_answer_and_costs(out: io.StringIO, ansi: bool) -> None:
-    engine = ScriptedEngine((("w", "</think>", "A", EOS),), template=OPEN_TEMPLATE)
+    told = {1: [Segment(0, 0, 64), Fold(0, 0, 48, 16.0, 2, 0.125), Fold(1, 48, 64, 0.0, 0, math.nan, refused=True)]}
+    engine = ScriptedEngine((("w", "</think>", "A", EOS),), template=OPEN_TEMPLATE, told=told)
     printer = ask._Printer(out)
-    async for piece in ask._pieces(engine, "q", SamplingParams(), ThinkingParams()):
+    async for piece in ask._pieces(engine, "q", SamplingParams(), ThinkingParams(), FoldParams(policy="eager")):
         printer.show(piece)
     text = out.getvalue()
+    assert engine.calls[0].fold == FoldParams(policy="eager")
     assert ("\x1b[" in text) == ansi
-    assert text.index("w") < text.index("A") < text.index("thinking (ended: natural)")
+    assert text.index("w") < text.index("A") < text.index("thinking (ended: natural, ")
+    folded = "[fold: segment 0, 48 tokens → 16 entries, 2 pages freed, estimated error 0.125]"
+    refused = "[fold refused: segment 0, 16 tokens stay raw]"
+    assert text.index("w") < text.index(f"\n{ask.DIM if ansi else ''}{folded}") < text.index(refused) < text.index("A")
+    assert "thinking (ended: natural, 48 folded)" in text
     assert text.count("\n") >= 3 and text.endswith("s\n" if not ansi else "s\x1b[0m\n")

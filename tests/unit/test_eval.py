@@ -20,6 +20,7 @@ from thinkfold.types import (
     CompletionOutput,
     Costs,
     FinishReason,
+    FoldParams,
     RequestOutput,
     SamplingParams,
     ThinkingParams,
@@ -32,8 +33,16 @@ POLICY = ThinkingPolicy(enabled=True, budget=None, source="thinking_token_budget
 class FakeEngine:
     """Answers with the texts of a table, one a branch, in two deltas; counts how many requests run at once."""
 
-    def __init__(self, answers: dict[str, list[str]], errors: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        answers: dict[str, list[str]],
+        errors: dict[str, str] | None = None,
+        folded: dict[str, list[str]] | None = None,
+    ) -> None:
         self.answers = answers
+        self.answers_folded = folded or answers
+        self.folds: list[FoldParams | None] = []
+        self.costs = Costs()
         self.errors = errors or {}
         self.seeds: dict[str, int | None] = {}
         self.running = self.most = 0
@@ -41,13 +50,16 @@ class FakeEngine:
         self.prompts = SimpleNamespace(encode_chat=lambda messages: messages[0]["content"])
 
     async def generate(
-        self, prompt: Any, sampling: SamplingParams, thinking: ThinkingParams
+        self, prompt: Any, sampling: SamplingParams, thinking: ThinkingParams, fold: FoldParams | None = None
     ) -> AsyncIterator[RequestOutput]:
         self.seeds[prompt] = sampling.seed
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)
-        texts = self.answers[prompt]
+        self.folds.append(fold)
+        eager = fold is not None and fold.policy == "eager"
+        texts = (self.answers_folded if eager else self.answers)[prompt]
+        self.costs = Costs(kv_peak_entries=25 if eager else 100, folds=2 if eager else 0)
         yield self._output(prompt, [CompletionOutput(i, text=t[:3]) for i, t in enumerate(texts)])
         final = [
             CompletionOutput(
@@ -60,7 +72,7 @@ class FakeEngine:
 
     def _output(self, prompt: str, outputs: list[CompletionOutput], finished: bool = False) -> RequestOutput:
         error = self.errors.get(prompt) if finished else None
-        return RequestOutput("r", outputs, POLICY, Costs(kv_peak_entries=100), finished=finished, error=error)
+        return RequestOutput("r", outputs, POLICY, self.costs, finished=finished, error=error)
 
     async def stop(self) -> None:
         self.stopped = True
@@ -171,9 +183,70 @@ def test_run_prints_a_table_and_the_row(
     assert engine.stopped
 
 
+def run_rows(
+    engine: FakeEngine, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[list[dict[str, Any]], str]:
+    """The rows that a run prints, and what it prints before them."""
+
+    async def start(config: Any) -> FakeEngine:
+        return engine
+
+    monkeypatch.setattr(async_engine.AsyncEngine, "start", start)
+    args = parse("--data", str(path), "--json", "--no-record", *words)
+    assert args.run(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    return rows, "\n".join(line for line in lines if not line.startswith("{"))
+
+
+def test_a_fold_policy_names_the_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_questions(tmp_path / "q.jsonl", ("a", "1"))
+    engine = FakeEngine({"a": ["\\boxed{1}"]})
+    (row,), shown = run_rows(engine, path, monkeypatch, capsys, "--fold", "eager", "--fold-entries", "8")
+    assert (row["case"], row["metrics"]["folds_mean"], row["metrics"]["kv_peak_entries_mean"]) == ("q/eager", 2, 25)
+    assert engine.folds == [FoldParams(policy="eager", entries=8)] and shown.startswith("fold eager")
+
+
+def test_compare_pairs_two_arms_on_the_same_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_questions(tmp_path / "q.jsonl", *((str(i), "1") for i in range(4)))
+    right, wrong = ["\\boxed{1}"], ["\\boxed{2}"]
+    engine = FakeEngine(
+        {"0": right, "1": right, "2": wrong, "3": right}, folded={"0": right, "1": wrong, "2": right, "3": wrong}
+    )
+    out = tmp_path / "out.jsonl"
+    rows, shown = run_rows(engine, path, monkeypatch, capsys, "--compare", "fold=off,eager", "--out", str(out))
+    assert [row["case"] for row in rows] == ["q/off", "q/eager"]
+    assert "b" not in rows[0]["metrics"]
+    paired = rows[1]["metrics"]
+    assert (paired["b"], paired["c"], paired["accuracy_ref"], paired["accuracy"]) == (2, 1, 0.75, 0.5)
+    assert (paired["diff_points"], paired["kv_peak_ratio"], paired["thinking_tokens_ratio"]) == (-25.0, 0.25, 1.0)
+    assert "b = 2 right only with off, c = 1 right only with eager" in shown and "Tango" in shown
+    assert {p.name for p in tmp_path.glob("out*")} == {"out-off.jsonl", "out-eager.jsonl"}
+    assert [fold.policy for fold in engine.folds if fold] == ["off"] * 4 + ["eager"] * 4
+
+
+def test_the_same_policy_twice_is_the_noise_floor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_questions(tmp_path / "q.jsonl", ("a", "1"))
+    rows, _ = run_rows(FakeEngine({"a": ["1"]}), path, monkeypatch, capsys, "--compare", "fold=off,off")
+    assert [row["case"] for row in rows] == ["q/off", "q/aa"]
+    assert rows[1]["metrics"]["diff_points"] == 0.0
+
+
 @pytest.mark.parametrize(
-    "words", [["-n", "0"], ["--offset", "-1"], ["--samples", "4"], ["--concurrency", "0"], ["--temperature", "nan"]]
-)
+    "words",
+    [
+        ["-n", "0"], ["--offset", "-1"], ["--samples", "4"], ["--concurrency", "0"], ["--temperature", "nan"],
+        ["--fold-entries", "-1"], ["--compare", "fold=off"], ["--compare", "fold=off,on"],
+        ["--compare", "gate=0,1"], ["--compare", "fold=off,eager", "--fold", "off"],
+        ["--compare", "fold=off,eager", "--samples", "2", "--temperature", "1"],
+    ],
+)  # fmt: skip
 def test_wrong_numbers_are_refused(words: list[str]) -> None:
     args = parse("--suite", "medium", *words)
     with pytest.raises(ParameterError):

@@ -1,4 +1,4 @@
-"""The protocol of `thinkfold bench fold`, on a model of random weights."""
+"""The protocol of `thinkfold bench fold` on a suite, on a Qwen3 of random weights."""
 
 from __future__ import annotations
 
@@ -9,111 +9,126 @@ import pytest
 import torch
 
 from thinkfold.cli import bench
-from thinkfold.fold import selectors
-from thinkfold.fold.compaction import uniform_budget
+from thinkfold.cli.capture import IMPLEMENTATION, use_tape
+from thinkfold.cli.traces import Trace
+from thinkfold.fold.budgets import FoldBudgets
 
 fold = bench.load(Path(__file__).parents[2] / "benchmarks" / "fold.py")
-LAYOUT = fold.Layout(sinks=2, stretch=32, folds=3, recent=24, judged=16, delay=16, late=8, past=6)
+PROMPT, OUTPUT = 20, 300
+ENDS = [130, 262]
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = Qwen3Config(
         vocab_size=64,
-        hidden_size=48,
-        intermediate_size=64,
+        hidden_size=32,
+        intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
         initializer_range=0.5,
     )
-    return LlamaForCausalLM(config).eval()
+    return Qwen3ForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
-def ids() -> torch.Tensor:
-    return torch.randint(0, 64, (LAYOUT.total,), generator=torch.Generator().manual_seed(1))
+def trace() -> Trace:
+    draw = torch.Generator().manual_seed(1)
+    return Trace(*(torch.randint(0, 64, (n,), generator=draw).tolist() for n in (PROMPT, OUTPUT)))
 
 
 @pytest.fixture(scope="module")
-def read(model: Any, ids: torch.Tensor) -> Any:
-    with torch.no_grad():
-        tape = fold.use_tape(model)
-        return tape, fold.read_text(model, tape, ids, LAYOUT, seed=0)
+def reader(model: Any) -> Any:
+    return fold.Reader(model, use_tape(model), FoldBudgets(2, 2, (1.0, 0.0, 2.0, 1.0)), "pebble")
 
 
 @torch.no_grad()
-def judged(model: Any, read: Any, summaries: Any) -> torch.Tensor:
-    tape, text = read
-    return fold.judge(model, tape, text, fold.memory_of(text, summaries, LAYOUT), LAYOUT)
+def read(reader: Any, trace: Trace, arm: Any, answer_start: int | None = None) -> Any:
+    return reader.read(trace, ENDS, answer_start, arm)
 
 
-def test_the_full_cache_gives_the_models_own_logits(model: Any, read: Any, ids: torch.Tensor) -> None:
-    ours = judged(model, read, None)
+def own_logprobs(model: Any, trace: Trace, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The model's own, with an additive mask where one is given."""
+    ids = torch.tensor([trace.prompt + trace.output])[:, :-1]
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        theirs = model(ids[None], use_cache=False).logits[0, LAYOUT.memory : -1].log_softmax(-1)
-    model.set_attn_implementation(fold.IMPLEMENTATION)
-    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+        logits = model(ids, attention_mask=mask, use_cache=False).logits[0, PROMPT - 1 :]
+    model.set_attn_implementation(IMPLEMENTATION)
+    return logits.log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", sorted(set(selectors.names()) - {"drop"}))
-def test_a_summary_that_keeps_everything_costs_nothing(model: Any, read: Any, name: str) -> None:
-    budget = uniform_budget(2, 3, LAYOUT.stretch)
-    summaries = [selectors.create(name).select(segments, budget) for segments in read[1].segments]
-    torch.testing.assert_close(judged(model, read, summaries), judged(model, read, None), atol=2e-3, rtol=1e-3)
+def test_full_kv_gives_the_models_own_logits(model: Any, reader: Any, trace: Trace) -> None:
+    full = read(reader, trace, None)
+    torch.testing.assert_close(full.logprobs, own_logprobs(model, trace), atol=2e-4, rtol=1e-4)
+    assert (full.peak, full.errors) == (OUTPUT - 1, [])
 
 
-def test_dropping_equals_a_run_in_which_the_stretches_are_masked(model: Any, read: Any, ids: torch.Tensor) -> None:
-    tape, text = read
-    budget = uniform_budget(2, 3, 0)
-    dropped = judged(model, read, [selectors.create("drop").select(segments, budget) for segments in text.segments])
-    kept = [i for i in range(LAYOUT.memory) if i < LAYOUT.sinks or i >= LAYOUT.memory - LAYOUT.recent]
-    tape.memory = [fold.raw_entries(k[:, kept], v[:, kept]) for k, v in zip(text.keys, text.values, strict=True)]
-    positions = torch.arange(LAYOUT.memory, LAYOUT.total)[None]
-    with torch.no_grad():
-        masked = model(ids[None, LAYOUT.memory :], position_ids=positions, use_cache=False).logits[0, :-1]
-    torch.testing.assert_close(dropped, masked.log_softmax(-1))
-    assert (dropped - judged(model, read, None)).abs().max() > 0.01
+def test_a_fold_that_keeps_everything_costs_nothing(reader: Any, trace: Trace) -> None:
+    kept = read(reader, trace, fold.Arm("conclusion_attention", True, 512))
+    assert len(kept.errors) == 1 and kept.errors[0] < 1e-5
+    full = read(reader, trace, None)
+    torch.testing.assert_close(kept.logprobs, full.logprobs, atol=2e-4, rtol=1e-4)
+    assert kept.peak == full.peak
 
 
-def test_no_query_has_seen_what_comes_after_the_fold(model: Any, read: Any, ids: torch.Tensor) -> None:
-    changed = ids.clone()
-    first_fold = LAYOUT.sinks + LAYOUT.stretch + LAYOUT.delay
-    changed[first_fold:] = 0
-    with torch.no_grad():
-        other = fold.read_text(model, read[0], changed, LAYOUT, seed=0)
-    torch.testing.assert_close(other.segments[0].queries, read[1].segments[0].queries)
-    torch.testing.assert_close(other.segments[0].context_lse, read[1].segments[0].context_lse)
-    assert not torch.allclose(other.segments[1].queries, read[1].segments[1].queries)
+@pytest.mark.parametrize(("late", "at"), [(True, 20 + 130 + 128 - 6 + 4), (False, 20 + 130 + 4)])
+def test_dropping_equals_masking_the_span_from_its_commit_on(
+    model: Any, reader: Any, trace: Trace, late: bool, at: int
+) -> None:
+    """The span is the pages [32, 144); raw 128 behind it or at once, then 4 positions until the commit."""
+    dropped = read(reader, trace, fold.Arm("drop", late, 0))
+    count = PROMPT + OUTPUT - 1
+    mask = torch.full((count, count), -torch.inf).triu(1)
+    mask[at:, 32:144] = -torch.inf
+    if not late:
+        mask[PROMPT + 262 + 4 :, 144:272] = -torch.inf
+    wanted = own_logprobs(model, trace, mask[None, None])
+    torch.testing.assert_close(dropped.logprobs, wanted, atol=2e-4, rtol=1e-4)
+    assert (dropped.logprobs - read(reader, trace, None).logprobs).abs().max() > 0.01
 
 
-def test_tables_hold_the_same_bytes_as_uniform_budgets(read: Any) -> None:
-    arms = fold.all_arms((2,), ["conclusion_attention", "drop"], LAYOUT.stretch)
-    tables = fold.calibrate(iter([read[1]]), [arm for arm in arms if not arm.conclusion], LAYOUT)
-    assert {key: int(table.sum()) for key, table in tables.items()} == {(16, 0): 16 * 6}
+def test_entries_are_counted_as_they_are_held(reader: Any, trace: Trace) -> None:
+    folded = read(reader, trace, fold.Arm("streaming", True, 32))
+    last = OUTPUT - 1
+    commit = 130 + 128 - 6 + 4
+    assert folded.peak == max(commit, last - 112 + 32)
+    held = [n if n <= commit else n - 112 + 32 for n in range(1, last + 1)]
+    assert folded.mean == pytest.approx(sum(held) / last)
 
 
-def test_every_selector_is_an_arm_at_every_ratio() -> None:
-    cases = {arm.case for arm in fold.all_arms((4, 8), selectors.names(), 512)}
-    assert {f"smollm2/{ratio}x/{name}" for ratio in (4, 8) for name in selectors.names()} <= cases
+def test_the_gate_refuses_what_is_too_wrong(reader: Any, trace: Trace) -> None:
+    refused = read(reader, trace, fold.Arm("drop", True, 0, gate=0.0))
+    assert len(refused.errors) == 1 and refused.errors[0] > 0
+    torch.testing.assert_close(refused.logprobs, read(reader, trace, None).logprobs, atol=2e-4, rtol=1e-4)
 
 
-def test_measured_rows_have_their_metrics(model: Any, read: Any) -> None:
-    tape, text = read
-    arms = fold.all_arms((4,), ["drop", "streaming"], LAYOUT.stretch)
-    with torch.no_grad():
-        found = fold.measure(model, tape, iter([text, text]), arms, {}, LAYOUT, lambda line: None)
-    row = fold.metrics(found["smollm2/4x/streaming"], found["drop"])
-    assert row.keys() == {"n", "dnll", "kl", "share_of_drop"}
-    assert row["n"] == 2 and row["kl"] > 0
-    assert fold.metrics(found["smollm2/4x/drop"], found["drop"])["share_of_drop"] == 1.0
+def test_no_query_has_seen_what_comes_after_the_judging(reader: Any, trace: Trace) -> None:
+    arm = fold.Arm("conclusion_attention", True, 32)
+    before = read(reader, trace, arm)
+    changed = Trace(trace.prompt, trace.output[:260] + [0] * 40)
+    assert read(reader, changed, arm).errors == before.errors
 
 
-def test_docstrings_come_in_order() -> None:
-    inner = '    """Two."""\n    def f(self):\n        """Three."""\n'
-    source = f'"""One."""\nclass A:\n{inner}async def g():\n    """Four."""\n'
-    assert fold.docstrings(source) == "One.\n\nTwo.\n\nThree.\n\nFour."
+def test_an_answer_folds_only_what_lies_behind_its_last_segment(reader: Any, trace: Trace) -> None:
+    arm = fold.Arm("drop", False, 0)
+    assert len(read(reader, trace, arm).errors) == 2
+    assert len(read(reader, trace, arm, answer_start=262).errors) == 1
+
+
+def test_metrics_of_a_reading_against_itself_are_zero(reader: Any, trace: Trace) -> None:
+    full = read(reader, trace, None)
+    found = fold.compare(full, full, trace.output)
+    assert found["dnll"] == found["changed_share"] == 0.0 and abs(found["kl"]) < 1e-6
+    assert found["kv_mean_ratio"] == found["kv_peak_ratio"] == 1.0
+
+
+def test_cases_are_named_as_the_rows_are() -> None:
+    cases = [arm.case for arm in fold.all_arms(["drop", "ema"], [8, 16], ["late", "now"], 0.1)]
+    assert cases[:4] == ["drop/late/0/nogate", "drop/late/0/gate", "drop/now/0/nogate", "drop/now/0/gate"]
+    assert cases[4:6] == ["ema/late/8/nogate", "ema/late/8/gate"]
+    assert len(cases) == len(set(cases)) == 4 + 8

@@ -1,10 +1,12 @@
 """KVManager and RadixCache: sharing, copy-on-write, eviction, and a long random run."""
 
+import itertools
 import random
 from collections import Counter
 
-from thinkfold.kv.manager import KVManager, PageTable
+from thinkfold.kv.manager import KVManager
 from thinkfold.kv.pages import PageClass
+from thinkfold.kv.table import PageTable
 
 TOKENS = list(range(1000))
 
@@ -128,7 +130,7 @@ def test_a_fork_shares_pages_and_copies_the_last_one_on_write():
     assert child.pages == trunk.pages
     assert kv.pages_needed(child, 1) == 1
     assert kv.allocate(child, 1, PageClass.THINKING)
-    assert kv.take_copies() == [(trunk.pages[1], child.pages[1])]
+    assert kv.take_work().copies == [(trunk.pages[1], child.pages[1])]
     assert child.pages[0] == trunk.pages[0]
     assert kv.pages_needed(trunk, 1) == 0  # the last holder writes in place
     kv.check_integrity([trunk, child])
@@ -143,11 +145,40 @@ def test_a_copied_page_is_not_handed_on_before_the_copy_is_done():
     kv.fork(trunk, child, 2)
     kv.allocate(child, 1, PageClass.ANSWER)  # step 1 will copy trunk's page
     kv.free(trunk)
+    kv.take_work()
     kv.launch_step(1)
     kv.finish_step(0)
     assert kv.num_available == 0
     kv.finish_step(1)
     assert kv.num_available == 1
+
+
+def test_a_rewind_keeps_its_own_pages_and_leaves_a_forks_pages_alone():
+    kv = make(caching=False)
+    trunk, _ = fill(kv, TOKENS[:16])
+    kv.rewind(trunk, 7)
+    assert len(trunk.pages) == 4
+    trunk.kv_len = 16
+    child = PageTable()
+    kv.fork(trunk, child, 16)
+    before = list(child.pages)
+    kv.rewind(trunk, 6)
+    assert kv.pages_needed(trunk, 10) == 3
+    assert kv.allocate(trunk, 10, PageClass.THINKING)
+    assert kv.take_work().copies == [(before[1], trunk.pages[1])]
+    assert child.pages == before
+    assert not set(trunk.pages[1:]) & set(before)
+    kv.check_integrity([trunk, child])
+
+
+def test_a_copy_of_a_page_that_is_itself_copied_in_this_step_reads_the_first_one():
+    kv = make(num_pages=4, caching=False)
+    tables = [fill(kv, TOKENS[:3])[0], PageTable(), PageTable()]
+    for source, target in itertools.pairwise(tables):
+        kv.fork(source, target, 3)
+        assert kv.allocate(target, 1, PageClass.THINKING)
+    first, second, third = (t.pages[0] for t in tables)
+    assert kv.take_work().copies == [(first, second), (first, third)]
 
 
 def test_random_operations_keep_every_page_accounted_for():
@@ -185,7 +216,7 @@ def test_random_operations_keep_every_page_accounted_for():
             elif action == "free":
                 kv.free(table)
                 tables = [entry for entry in tables if entry[0] is not table]
-        kv.take_copies()
+        kv.take_work()
         if turn % 10 == 0:
             kv.check_integrity(t for t, _, _ in tables)
     for table, _, _ in tables:

@@ -25,7 +25,7 @@ def test_classes_follow_their_holders():
     pool.adopt(page)
     pool.release(page, -1)
     pool.release(page, -1)
-    assert pool.counts() == {PageClass.PROMPT: 0, PageClass.THINKING: 0, PageClass.ANSWER: 0, PageClass.CACHED: 1}
+    assert pool.counts() == {**dict.fromkeys(PageClass, 0), PageClass.CACHED: 1}
     assert pool.num_idle_cached == 1
     pool.retain(page, PageClass.PROMPT)
     assert pool.counts()[PageClass.PROMPT] == 1
@@ -44,3 +44,13 @@ def test_an_empty_pool_has_nothing_to_give():
     pool.allocate(PageClass.PROMPT)
     with pytest.raises(IndexError):
         pool.allocate(PageClass.PROMPT)
+
+
+def test_a_page_of_an_earlier_step_does_not_wait_for_one_of_a_later_step():
+    pool = PagePool(2)
+    late, early = pool.allocate(PageClass.PROMPT), pool.allocate(PageClass.PROMPT)
+    pool.release(late, after_step=5)
+    pool.release(early, after_step=4)
+    pool.finish_step(4)
+    assert pool.allocate(PageClass.PROMPT) == early
+    pool.check_integrity([[early]])

@@ -158,6 +158,32 @@ def test_continue_final_needs_an_assistant_message() -> None:
         renderer().encode_chat([USER, {"role": "assistant", "content": "The"}], continue_final=False)
 
 
+NAMED = {"role": "user", "content": "q", "name": "Ann"}
+
+
+def test_names_are_rendered_or_refused_by_role():
+    shown = PromptRenderer(build_tokenizer(), normalize=True)
+    text = shown._tokenizer.decode(shown.encode_chat([NAMED]), skip_special_tokens=False)
+    assert "user Ann\n" in text
+    for message in ({"role": "assistant", "content": "a", "name": "Bob"}, {**CALL_RESULT, "name": "f"}):
+        with pytest.raises(UnsupportedError) as caught:
+            shown.encode_chat([NAMED, message, NAMED])
+        assert caught.value.field == "messages[1].name"
+    hidden = build_tokenizer(QWEN_TEMPLATE.replace("(' ' + m.name if m.name else '')", "''"))
+    with pytest.raises(UnsupportedError, match=r"messages\[0\].name: .*role user"):
+        PromptRenderer(hidden, normalize=True).encode_chat([NAMED])
+
+
+def test_a_continued_message_cannot_have_a_name():
+    template = QWEN_TEMPLATE.replace("assistant\\n' + m.content", "assistant\\n' + (m.name or '') + m.content")
+    prompts = PromptRenderer(build_tokenizer(template), normalize=True)
+    bob = {"role": "assistant", "content": "a", "name": "Bob"}
+    assert prompts.encode_chat([NAMED, bob, NAMED])
+    with pytest.raises(UnsupportedError, match=r"messages\[1\].name: the message that is continued"):
+        prompts.encode_chat([NAMED, bob])
+
+
+CALL_RESULT = {"role": "tool", "content": "7", "tool_call_id": "call00000"}
 CALL = {"id": "call00000", "function": {"name": "f", "arguments": "{}"}}
 
 

@@ -130,8 +130,14 @@ def test_a_model_compiles_whole_and_once(tmp_path: Path) -> None:
             kv_lens=torch.tensor([tokens], dtype=torch.int32),
             page_table=torch.arange(3, dtype=torch.int32)[None],
             slot_mapping=slots,
+            summary_rows=torch.full((1,), -1),
+            summary_table=torch.zeros(config.num_hidden_layers, 0, 2, 0, dtype=torch.int32),
+            summary_lens=torch.zeros(config.num_hidden_layers, 0, 2, dtype=torch.int32),
+            bias=torch.zeros(0),
+            kv_scales=torch.zeros(0, dtype=torch.float16),
             query_sink_rows=torch.zeros(0, dtype=torch.int64),
             query_sink=torch.zeros(config.num_hidden_layers, 0, 4, 16),
+            lse_sink=torch.zeros(config.num_hidden_layers, 0, 4),
         )
         with torch.no_grad():
             got = compiled(ids, ids, torch.tensor([0, 5]), batch)

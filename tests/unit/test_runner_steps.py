@@ -13,7 +13,7 @@ from thinkfold.errors import ParameterError
 from thinkfold.runner import loader, sizing
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.model_runner import ModelRunner
-from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan, StepResult
+from thinkfold.scheduler.output import BatchRow, MemoryWork, SampleRow, StepPlan, StepResult
 from thinkfold.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,7 +28,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         "qwen3",
         vocab_size=97,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=2,
@@ -66,7 +66,7 @@ def row(
 
 
 def run(runner: ModelRunner, *rows: BatchRow, copies: list[tuple[int, int]] | None = None) -> StepResult:
-    return runner.collect(runner.launch(StepPlan(1, list(rows), copies or [])))
+    return runner.collect(runner.launch(StepPlan(1, list(rows), MemoryWork(copies=copies or []))))
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
@@ -140,11 +140,11 @@ def test_a_poisoned_row_fails_alone_and_its_pages_can_be_reused(runner: ModelRun
     """Design rule 11: NaN in one row's KV marks that row with -1, not the batch."""
     run(runner, row(0, prompt(12), 0, [1, 2], params), row(1, prompt(12, 1), 0, [3, 4], params))
     good = run(runner, row(1, [7], 12, [3, 4], params))
-    runner._storage.tensor[1] = torch.nan
+    runner._memory.storage.tensor[1] = torch.nan
     both = run(runner, row(0, [7], 12, [1, 2], params), row(1, [7], 12, [3, 4], params))
     assert both.token_ids == [-1, *good.token_ids]
     clean = run(runner, row(2, prompt(10, 2), 0, [20, 21], params))
-    runner._storage.tensor[[1, 2]] = torch.nan
+    runner._memory.storage.tensor[[1, 2]] = torch.nan
     reused = run(runner, row(2, prompt(10, 2), 0, [1, 2], params))
     assert reused.token_ids == clean.token_ids and reused.stats[0].logprob == clean.stats[0].logprob
 

@@ -87,14 +87,14 @@ async def test_case_32_usage() -> None:
     assert three["completion_tokens"] == 27 and three["prompt_tokens"] == usage["prompt_tokens"]
 
 
-async def test_costs_and_policy_come_last_in_a_stream_without_usage() -> None:
+async def test_the_policy_comes_last_in_a_stream_without_usage() -> None:
     async with serving(ScriptedEngine((FIVE,), template=OPEN_TEMPLATE)) as client:
         chunks = events(await chat(client, stream=True, n=2, thinking_token_budget=9))
     assert all("usage" not in chunk for chunk in chunks)
     assert [i for i, chunk in enumerate(chunks) if "thinkfold" in chunk] == [len(chunks) - 1]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[-1]["thinkfold"]["thinking"]["budget"] == 9
-    assert chunks[-1]["thinkfold"]["costs"]["prompt_tokens"] > 0
+    assert chunks[-1]["thinkfold"]["policy"]["thinking"]["budget"] == 9
+    assert chunks[-1]["thinkfold"]["policy"]["fold"]["policy"] == "pressure"
 
 
 async def test_first_chunks_open_every_choice() -> None:
@@ -185,14 +185,14 @@ async def test_case_54_effort_is_honoured_and_echoed() -> None:
         for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
             reply = await chat(client, reasoning_effort=effort)
             assert reply.status_code == 200
-            assert reply.json()["thinkfold"]["thinking"]["source"] == "reasoning_effort"
+            assert reply.json()["thinkfold"]["policy"]["thinking"]["source"] == "reasoning_effort"
         beaten = (await chat(client, reasoning_effort="none", thinking_token_budget=7)).json()
         for bad in ("banana", 3, {}):
             refused = await chat(client, reasoning_effort=bad)
             assert refused.status_code == 400
             error = refused.json()["error"]
             assert error["param"] == "reasoning_effort" and "minimal" in error["message"]
-    assert beaten["thinkfold"]["thinking"]["budget"] == 7
+    assert beaten["thinkfold"]["policy"]["thinking"]["budget"] == 7
     assert engine.calls[0].prompt.endswith("</think>\n\n") and not engine.calls[-1].prompt.endswith("</think>\n\n")
 
 

@@ -100,4 +100,4 @@ async def test_case_19_budget_on_the_legacy_route() -> None:
     async with serving(engine) as client:
         reply = (await complete(client, thinking_token_budget=5)).json()
     assert engine.calls[0].thinking.thinking_token_budget == 5
-    assert reply["thinkfold"]["thinking"]["budget"] == 5
+    assert reply["thinkfold"]["policy"]["thinking"]["budget"] == 5

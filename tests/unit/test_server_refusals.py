@@ -17,7 +17,7 @@ NOT_YET: dict[str, Any] = {
     "tools": [{"type": "function"}], "tool_choice": "auto", "parallel_tool_calls": True, "functions": [],
     "function_call": "auto", "audio": {}, "modalities": ["text"], "prediction": {}, "web_search_options": {},
     "verbosity": "low", "store": True, "response_format": {"type": "json_object"}, "service_tier": "flex",
-    "grammar": "x", "guided_json": {}, "top_a": 1, "thinkfold": {},
+    "grammar": "x", "guided_json": {}, "top_a": 1, "thinkfold": {"tier": "x"},
 }  # fmt: skip
 
 
@@ -87,8 +87,8 @@ async def test_case_22_unlimited_and_large_budgets() -> None:
         for value, want in ((None, None), (-1, None), (0, 0), (10**12, 10**12)):
             for field in ("thinking_token_budget", "max_thinking_tokens"):
                 reply = (await chat(client, max_tokens=4, **{field: value})).json()
-                assert reply["thinkfold"]["thinking"]["budget"] == want
-                assert reply["thinkfold"]["thinking"]["source"] == "thinking_token_budget"
+                assert reply["thinkfold"]["policy"]["thinking"]["budget"] == want
+                assert reply["thinkfold"]["policy"]["thinking"]["source"] == "thinking_token_budget"
         both = await chat(client, thinking_token_budget=None, max_thinking_tokens=-1)
         assert both.status_code == 200
         error = error_of(await chat(client, thinking_token_budget=4, max_thinking_tokens=5))

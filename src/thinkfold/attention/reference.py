@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinkfold.attention.gather_plan import Gather, GatherPlan, additive_mask, first_entry, padded, plan_for
+from thinkfold.attention import memory
+from thinkfold.attention.gather_plan import Gather, GatherPlan, Row, plan_for
+from thinkfold.attention.padding import MIN_ROWS, additive_mask, first_entry, padded
+from thinkfold.attention.summary_plan import SummaryPiece, summary_plan
 
-# BLAS adds the products of a row in another order when a product has fewer rows than this.
-MIN_ROWS = 4
 QUERY_BLOCK = 256
 
 
@@ -26,91 +27,169 @@ def paged_attention(
     kv_lens: Tensor,
     page_table: Tensor,
     slot_mapping: Tensor,
+    summary_rows: Tensor,
+    summary_table: Tensor,
+    summary_lens: Tensor,
+    bias: Tensor,
+    kv_scales: Tensor,
     scale: float,
     sliding_window: int,
     query_sink_rows: Tensor,
     query_sink: Tensor,
+    lse_sink: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Write, then attend; see `thinkfold.attention.ops.paged_attention` for shapes and meaning.
 
     Sums run in fp32, or in fp64 for fp64 inputs. A query's result does not depend on the other
     rows of the batch nor on how its prompt was cut into chunks (bit-equal in fp32 on a CPU):
     the online softmax visits chunks of 512 entries from entry 0, and padding adds exact zeros.
+    Summaries stand before entry 0, in a length that depends on them alone, so the same softmax
+    joins both by log-sum-exp.
     """
-    plan = plan_for(kv, cu_seqlens_q, kv_lens, page_table, slot_mapping, sliding_window)
-    _write(k, v, kv, layer, plan)
+    lines: list[int] = summary_rows.tolist()
+    pieces: dict[int, list[SummaryPiece | None]] = {}
+    if sliding_window <= 0 and max(lines, default=-1) >= 0:
+        summaries = summary_plan(kv, summary_table, summary_lens, q.dtype)
+        pieces = {line: found for line in lines if line >= 0 and (found := summaries.pieces(line))}
+    lines = [line if line in pieces else -1 for line in lines]
+    plan = plan_for(q, kv, cu_seqlens_q, kv_lens, page_table, slot_mapping, lines, sliding_window)
+    _write(k, v, kv, kv_scales, layer, plan)
+    if plan.in_order:
+        gather = plan.decode[0]
+        out, lse = _decode(q, _read(kv, kv_scales, layer, gather, q.dtype), gather, gather.mask, scale)
+    else:
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        for gather in plan.prefill:
+            context = _read(kv, kv_scales, layer, gather, q.dtype)
+            _prefill(q, context, gather.rows[0], None, scale, sliding_window, out, lse)
+        for gather in plan.decode:
+            rows = _decode(q, _read(kv, kv_scales, layer, gather, q.dtype), gather, gather.mask, scale)
+            _place(rows, gather, out, lse)
+        for gather in plan.folded:
+            piece = pieces[gather.rows[0].summary][layer]
+            context, mask = _read_folded(kv, kv_scales, bias, layer, gather, piece, q.dtype)
+            if gather.rows[0].q_len == 1:
+                _place(_decode(q, context, gather, _joined(mask, gather, context), scale), gather, out, lse)
+            else:
+                _prefill(q, context, gather.rows[0], mask, scale, 0, out, lse)
     if query_sink_rows.numel():
         query_sink[layer] = q.index_select(0, query_sink_rows)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    for gather in plan.prefill:
-        _prefill(q, kv, layer, gather, scale, sliding_window, out, lse)
-    for gather in plan.decode:
-        _decode(q, kv, layer, gather, scale, out, lse)
+        lse_sink[layer] = lse.index_select(0, query_sink_rows)
     return out, lse
 
 
-def _write(k: Tensor, v: Tensor, kv: Tensor, layer: int, plan: GatherPlan) -> None:
+def _write(k: Tensor, v: Tensor, kv: Tensor, kv_scales: Tensor, layer: int, plan: GatherPlan) -> None:
     _, _, num_heads, _, page_size, head_dim = kv.shape
     if plan.written is not None:
         k, v = k.index_select(0, plan.written), v.index_select(0, plan.written)
-    rows = kv.view(-1, head_dim)
-    index = plan.writes + layer * (num_heads * 2 * page_size)
-    rows.index_copy_(0, index[0], k.reshape(-1, head_dim))
-    rows.index_copy_(0, index[1], v.reshape(-1, head_dim))
+    first = layer * (num_heads * 2 * page_size)
+    memory.store(kv, kv_scales, first, plan.key_writes, k.reshape(-1, head_dim))
+    memory.store(kv, kv_scales, first, plan.value_writes, v.reshape(-1, head_dim))
 
 
-def _read(kv: Tensor, layer: int, gather: Gather) -> Tensor:
+def _read(kv: Tensor, kv_scales: Tensor, layer: int, gather: Gather, dtype: torch.dtype) -> Tensor:
     """Keys and values `[2, n, Hkv, length, D]`, zero at stale entries.
 
     A page may hold another request's leftovers behind a row's end: NaN times a zero weight is NaN.
     """
-    _, _, num_heads, _, page_size, head_dim = kv.shape
-    blocks = (gather.blocks + layer * (2 * num_heads)).view(-1)
-    gathered = kv.view(-1, page_size * head_dim).index_select(0, blocks)
+    num_heads, head_dim = kv.shape[2], kv.shape[5]
+    gathered = memory.load(kv, kv_scales, layer * (2 * num_heads), gather.blocks.view(-1), dtype)
     if gather.stale.numel():
         gathered.view(2, -1, head_dim).index_fill_(1, gather.stale, 0)
     return gathered.view(2, len(gather.rows), num_heads, gather.length, head_dim)
 
 
-def _decode(q: Tensor, kv: Tensor, layer: int, gather: Gather, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Rows of one token: the query heads of a KV head are the rows of one product."""
-    n, num_heads, head_dim = len(gather.rows), kv.shape[2], kv.shape[5]
+def _read_folded(
+    kv: Tensor,
+    kv_scales: Tensor,
+    bias: Tensor,
+    layer: int,
+    gather: Gather,
+    piece: SummaryPiece | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """A row's summaries and then its raw entries.
+
+    Returns keys and values `[2, 1, Hkv, S + length, D]`, zero where nothing may be seen, and the
+    additive mask `[1, Hkv, 1, S]` of the summaries: β at an entry, -inf where there is none.
+    """
+    _, _, num_heads, _, page_size, head_dim = kv.shape
+    row = gather.rows[0]
+    ahead = 0 if piece is None else piece.length
+    total = padded(ahead + row.kv_len)
+    blocks = gather.blocks[:, 0, :, : (total - ahead) // page_size] + layer * (2 * num_heads)
+    if piece is not None:
+        blocks = torch.cat([piece.blocks, blocks], dim=2)
+    context = memory.load(kv, kv_scales, 0, blocks.reshape(-1), dtype).view(2, 1, num_heads, total, head_dim)
+    # Behind its last page the row's own first page is repeated, which has a stale tail if it is the only one.
+    end = ahead + row.kv_len
+    context[:, :, :, end : total if row.kv_len < page_size else end + -row.kv_len % page_size] = 0
+    if piece is None:
+        return context, context.new_zeros(1, num_heads, 1, 0)
+    if not bias.numel():
+        if piece.stale_entries.numel():
+            stale = torch.add(piece.stale_entries, piece.stale_heads, alpha=total)
+            context.view(2, -1, head_dim).index_fill_(1, stale, 0)
+        return context, piece.mask
+    beta = bias.view(-1, page_size).index_select(0, piece.blocks[0].view(-1) // 2).view(piece.mask.shape)
+    hidden = (piece.mask < 0) | (beta == -torch.inf)
+    context[:, :, :, :ahead].masked_fill_(hidden.transpose(2, 3), 0)
+    return context, beta.to(dtype).masked_fill_(hidden, -torch.inf)
+
+
+def _joined(mask: Tensor, gather: Gather, context: Tensor) -> Tensor:
+    """The mask `[1, Hkv, 1, S + length]` of a folded row's one token."""
+    raw = gather.mask[..., : context.shape[3] - mask.shape[3]]
+    return torch.cat([mask, raw.expand(-1, mask.shape[1], -1, -1)], dim=3)
+
+
+def _decode(q: Tensor, context: Tensor, gather: Gather, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Rows of one token: the query heads of a KV head are the rows of one product.
+
+    Returns out `[n, Hq, D]` and LSE `[n, Hq]`.
+    """
+    keys, values = context.unbind()
+    n, num_heads, _, head_dim = keys.shape
     group = q.shape[1] // num_heads
-    keys, values = _read(kv, layer, gather)
-    tokens = gather.tokens
-    queries = q.index_select(0, tokens).view(n, num_heads, group, head_dim)
-    if group % MIN_ROWS:
-        queries = torch.nn.functional.pad(queries, (0, 0, 0, -group % MIN_ROWS))
-    o, row_lse = _attend(queries, keys, values, gather.mask, scale)
-    out.index_copy_(0, tokens, o[:, :, :group].reshape(n, -1, head_dim))
-    lse.index_copy_(0, tokens, row_lse[:, :, :group].reshape(n, -1).float())
+    queries = q.reshape(-1, head_dim).index_select(0, gather.queries).view(n, num_heads, -1, head_dim)
+    o, lse = _attend(queries, keys, values, mask, scale)
+    return o[:, :, :group].reshape(n, -1, head_dim), lse[:, :, :group].reshape(n, -1).float()
+
+
+def _place(rows: tuple[Tensor, Tensor], gather: Gather, out: Tensor, lse: Tensor) -> None:
+    out.index_copy_(0, gather.tokens, rows[0])
+    lse.index_copy_(0, gather.tokens, rows[1])
 
 
 def _prefill(
-    q: Tensor, kv: Tensor, layer: int, gather: Gather, scale: float, window: int, out: Tensor, lse: Tensor
+    q: Tensor, context: Tensor, row: Row, summary: Tensor | None, scale: float, window: int, out: Tensor, lse: Tensor
 ) -> None:
     """One row of several tokens: its context is gathered once, its queries go in blocks."""
-    row = gather.rows[0]
-    num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
+    _, _, num_heads, _, head_dim = context.shape
     group = q.shape[1] // num_heads
+    ahead = 0 if summary is None else summary.shape[3]
     start = row.kv_len - row.q_len  # stored entries before the first query
-    context = _read(kv, layer, gather)[:, 0, :, None].expand(-1, -1, group, -1, -1)
+    context = context[:, 0, :, None].expand(-1, -1, group, -1, -1)
     for lo in range(0, row.q_len, QUERY_BLOCK):
         n = min(QUERY_BLOCK, row.q_len - lo)
         first = first_entry(start + lo, window)
-        length = padded(start + lo + n - first, page_size)
+        length = padded(ahead + start + lo + n - first)
         index = torch.arange(start + lo, start + lo + n + -n % MIN_ROWS, device=q.device)[:, None]
-        entries = torch.arange(first, first + length, device=q.device)[None, :]
-        visible = entries <= index
+        entries = torch.arange(first, first + length - ahead, device=q.device)[None, :]
+        hidden = entries > index
         if window > 0:
-            visible &= entries > index - window
+            hidden |= entries <= index - window
+        mask = additive_mask(hidden, q.dtype)[None, None]
+        if summary is not None:
+            shape = (num_heads, 1, len(index), -1)
+            mask = torch.cat([summary.transpose(0, 1).expand(shape), mask.expand(shape)], dim=3)
         tokens = slice(row.start + lo, row.start + lo + n)
         queries = q[tokens].view(n, num_heads, group, head_dim).permute(1, 2, 0, 3)
         if n % MIN_ROWS:
             queries = torch.nn.functional.pad(queries, (0, 0, 0, -n % MIN_ROWS))
         keys, values = context[:, :, :, first - row.first : first - row.first + length]
-        o, row_lse = _attend(queries, keys, values, additive_mask(visible, q.dtype)[None, None], scale)
+        o, row_lse = _attend(queries, keys, values, mask, scale)
         out[tokens] = o[:, :, :n].permute(2, 0, 1, 3).reshape(n, -1, head_dim)
         lse[tokens] = row_lse[:, :, :n].permute(2, 0, 1).reshape(n, -1).float()
 
@@ -122,7 +201,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tupl
     """
     if q.device.type == "cpu":
         # Online softmax over chunks of 512 keys, in fp32 (fp64 for fp64), without storing scores.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        flash = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[reportPrivateImportUsage]
         return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * scale + mask.to(wide)

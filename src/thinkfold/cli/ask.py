@@ -10,22 +10,24 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TextIO
 
+from thinkfold.cli.fold_flags import add_fold_flags, fold_params, fold_wish
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
-from thinkfold.types import EFFORT_BUDGETS, SamplingParams, ThinkingParams
+from thinkfold.types import EFFORT_BUDGETS, FoldParams, SamplingParams, Segment, ThinkingParams
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of the reply; the last one carries the costs and how thinking ended."""
+    """A piece of the reply, or a fold; the last one carries the costs and how thinking ended."""
 
     reasoning: str = ""
     text: str = ""
+    fold: dict[str, Any] | None = None
     costs: dict[str, Any] | None = None
     thinking_end: str | None = None
 
@@ -40,6 +42,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--max-tokens", type=int, help="tokens of the reply (default: up to the model's length)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
     parser.add_argument("--seed", type=int, help="repeat a sampled reply")
+    add_fold_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -66,18 +69,27 @@ class _Printer:
         self._out = out
         self._tty = out.isatty()
         self._thinking = False
+        self._in_line = False
 
     def show(self, piece: Piece) -> None:
         if piece.reasoning:
             self._enter()
-            self._out.write(piece.reasoning)
+            self._write(piece.reasoning)
         if piece.text:
             self._leave()
-            self._out.write(piece.text)
+            self._write(piece.text)
+        if piece.fold is not None:
+            if self._in_line:
+                self._write("\n")
+            self._write(self._dim(_fold_line(piece.fold)) + "\n")
         if piece.costs is not None:
             self._leave()
             self._out.write(f"\n{self._dim(_cost_line(piece))}\n")
         self._out.flush()
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._in_line = not text.endswith("\n")
 
     def _enter(self) -> None:
         if not self._thinking:
@@ -90,17 +102,30 @@ class _Printer:
             self._out.write(f"{PLAIN}\n\n" if self._tty else "\n--- answer ---\n")
 
     def _dim(self, text: str) -> str:
-        return f"{DIM}{text}{PLAIN}" if self._tty else text
+        if not self._tty:
+            return text
+        return f"{DIM}{text}{PLAIN}{DIM if self._thinking else ''}"  # thinking goes on dimmed
+
+
+def _fold_line(fold: dict[str, Any]) -> str:
+    tokens = fold["end"] - fold["start"]
+    segment = "" if fold["segment"] is None else f"segment {fold['segment']}, "
+    error = "" if fold["error"] is None else f", estimated error {fold['error']:.3f}"
+    if fold["refused"]:
+        return f"[fold refused: {segment}{tokens} tokens stay raw{error}]"
+    return f"[fold: {segment}{tokens} tokens → {fold['entries']:.0f} entries, {fold['pages_freed']} pages freed{error}]"
 
 
 def _cost_line(piece: Piece) -> str:
     costs = piece.costs or {}
-    seconds = sum(costs[name] for name in ("queue_s", "prefill_s", "thinking_s", "answer_s"))
-    tokens = f"{costs['prompt_tokens']} prompt ({costs['cached_tokens']} cached)"
-    ended = f" (ended: {piece.thinking_end})" if piece.thinking_end else ""
+    count, kv = costs["tokens"], costs["kv"]
+    tokens = f"{count['prompt']} prompt ({count['cached']} cached)"
+    notes = [f"ended: {piece.thinking_end}"] if piece.thinking_end else []
+    notes += [f"{costs['folded_tokens']} folded"] if costs["folds"] else []
+    thinking = f"{count['thinking']} thinking" + (f" ({', '.join(notes)})" if notes else "")
     return (
-        f"{tokens} + {costs['thinking_tokens']} thinking{ended} + {costs['answer_tokens']} answer tokens, "
-        f"{costs['kv_byte_seconds'] / 1e6:.1f} MB·s of KV, {seconds:.1f} s"
+        f"{tokens} + {thinking} + {count['answer']} answer tokens, "
+        f"{kv['byte_seconds'] / 1e6:.1f} MB·s of KV, {sum(costs['time'].values()):.1f} s"
     )
 
 
@@ -109,31 +134,39 @@ async def _ask_here(args: argparse.Namespace, question: str, printer: _Printer) 
     from thinkfold.server.defaults import sampling_defaults
 
     thinking = ThinkingParams(enabled=False if args.no_thinking else None, reasoning_effort=args.depth)
+    fold = fold_params(args)
     engine = await AsyncEngine.start(EngineConfig(model=args.model or "pebble"))
     try:
         given = {name: getattr(args, name) for name in ("max_tokens", "temperature", "seed")}
         given = {name: value for name, value in given.items() if value is not None}
         sampling = SamplingParams(**{**sampling_defaults(engine.prompts.source), **given})
-        async for piece in _pieces(engine, question, sampling, thinking):
+        async for piece in _pieces(engine, question, sampling, thinking, fold):
             printer.show(piece)
     finally:
         await engine.stop()
 
 
 async def _pieces(
-    engine: Any, question: str, sampling: SamplingParams, thinking: ThinkingParams
+    engine: Any, question: str, sampling: SamplingParams, thinking: ThinkingParams, fold: FoldParams
 ) -> AsyncIterator[Piece]:
+    from thinkfold.server.folds import fold_data
+    from thinkfold.server.reply import three_costs
+
     messages = [{"role": "user", "content": question}]
     prompt = engine.prompts.encode_chat(messages, enable_thinking=thinking.template_switch)
     ended: str | None = None
-    async for output in engine.generate(prompt, sampling, thinking):
+    segments: list[Segment] = []
+    async for output in engine.generate(prompt, sampling, thinking, fold):
         if output.error is not None:
             raise RequestFailedError(output.error)
         for news in output.outputs:
             yield Piece(news.reasoning, news.text)
+            segments += news.segments
+            for done in news.folds:
+                yield Piece(fold=fold_data(news.index, done, segments))
             ended = news.thinking_end_reason
         if output.finished:
-            yield Piece(costs=asdict(output.costs), thinking_end=ended)
+            yield Piece(costs=three_costs(output.costs), thinking_end=ended)
 
 
 def _ask_server(args: argparse.Namespace, question: str) -> Iterator[Piece]:
@@ -141,6 +174,8 @@ def _ask_server(args: argparse.Namespace, question: str) -> Iterator[Piece]:
         "model": args.model,
         "messages": [{"role": "user", "content": question}],
         "stream": True,
+        "stream_options": {"include_usage": True},
+        "thinkfold": {"fold": fold_wish(args), "events": True},
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
         "seed": args.seed,
@@ -179,8 +214,10 @@ def _read_events(lines: Iterable[bytes]) -> Iterator[Piece]:
             ended = choice.get("thinking_end_reason") or ended
             delta = choice["delta"]
             yield Piece(delta.get("reasoning") or "", delta.get("content") or "")
-        if "thinkfold" in event:
-            yield Piece(costs=event["thinkfold"]["costs"], thinking_end=ended)
+        if "fold" in event.get("thinkfold", ()):
+            yield Piece(fold=event["thinkfold"]["fold"])
+        if "thinkfold" in (event.get("usage") or ()):
+            yield Piece(costs=event["usage"]["thinkfold"], thinking_end=ended)
     raise RequestFailedError("the stream broke off before its end")
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from thinkfold.cli import rows
+from thinkfold.cli.fold_flags import add_fold_flags, fold_params
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
 from thinkfold.pebble import SUITES
-from thinkfold.types import UNLIMITED, SamplingParams, ThinkingParams
+from thinkfold.types import UNLIMITED, FoldMode, FoldParams, SamplingParams, ThinkingParams
 
 DEFAULT_QUESTIONS = 200
+_COMPARE = re.compile(r"fold=({0}),({0})".format("|".join(FoldMode)))
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,6 +42,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--thinking-token-budget", type=int, default=UNLIMITED, help="thinking tokens (default: -1, no limit)"
     )
+    parser.add_argument(
+        "--compare",
+        metavar="fold=A,B",
+        help="answer the questions with policy A, then with B (off, pressure, eager), and compare them in pairs",
+    )
     parser.add_argument("--concurrency", type=int, default=32, help="sequences that run at the same time")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
@@ -44,40 +54,82 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--out", type=Path, help="write one JSON line a question here")
     parser.add_argument("--json", action="store_true", help="print the result row as the last line")
     parser.add_argument("--no-record", action="store_true", help="do not append the row to benchmarks/results")
+    add_fold_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, print, keep the row; 1 if a request failed inside the engine. Raises ThinkfoldError."""
+    """Evaluate, print, keep the rows; 1 if a request failed inside the engine. Raises ThinkfoldError."""
     from thinkfold.cli import evaluation
-    from thinkfold.runner.loader import pick_device
 
     _check(args)
+    arms = _arms(args)
     questions = (
         evaluation.suite_questions(args.suite, args.n or DEFAULT_QUESTIONS, args.offset)
         if args.suite
         else evaluation.file_questions(args.data, args.n, args.offset)
     )
-    results, seconds = asyncio.run(_evaluate(args, questions))
+    measured = asyncio.run(_evaluate(args, questions, list(arms.values())))
+    reports = [_report(args, name, *arm) for name, arm in zip(arms, measured, strict=True)]
+    if args.compare:
+        from thinkfold.cli.paired import compare
+
+        reference, other = (results for results, _ in measured)
+        reports[1] |= (paired := compare(reference, other))
+        _print_comparison(list(arms), paired)
+    for name, metrics in zip(arms, reports, strict=True):
+        row = _row(args, name, metrics)
+        if not args.no_record and (path := rows.keep(row)):
+            print(f"row appended to {path.relative_to(path.parents[2])}", file=sys.stderr)
+        if args.json:
+            print(json.dumps(row))
+    for failed in (r for results, _ in measured for r in results if r.error):
+        print(f"question {failed.index} failed: {failed.error}", file=sys.stderr)
+    return 1 if any(metrics["errors"] for metrics in reports) else 0
+
+
+def _arms(args: argparse.Namespace) -> dict[str, FoldParams]:
+    """What to run by the name of the arm; a single arm that names no policy has no name."""
+    if args.compare is None:
+        return {args.fold_policy or "": fold_params(args)}
+    if args.fold_policy is not None:
+        raise ParameterError("compare", "names the policies; --fold does so, too")
+    if args.samples > 1:
+        raise ParameterError("compare", "pairs one sample of each question; --samples asks for more")
+    found = _COMPARE.fullmatch(args.compare)
+    if found is None:
+        raise ParameterError("compare", f"must be fold=A,B with A and B of {', '.join(FoldMode)}, got {args.compare!r}")
+    first, second = found.groups()
+    asked = fold_params(args)
+    return {first: replace(asked, policy=first), second if second != first else "aa": replace(asked, policy=second)}
+
+
+def _report(args: argparse.Namespace, name: str, results: list, seconds: float) -> dict[str, float]:
+    """Write and print what one arm did; its metrics."""
+    from thinkfold.cli import evaluation
+
     measured = evaluation.metrics(results, seconds)
     if args.out:
-        evaluation.write_results(args.out, results)
+        path = args.out.with_stem(f"{args.out.stem}-{name}") if args.compare else args.out
+        evaluation.write_results(path, results)
+    if name:
+        print(f"fold {name}")
     _print_table({**evaluation.by_task(results), "all": results}, measured)
-    row = rows.make_row(
+    return measured
+
+
+def _row(args: argparse.Namespace, arm: str, measured: dict[str, float]) -> dict[str, Any]:
+    from thinkfold.runner.loader import pick_device
+
+    suite = args.suite or args.data.stem
+    return rows.make_row(
         "eval",
-        args.suite or args.data.stem,
+        f"{suite}/{arm}" if arm else suite,
         measured,
         seed=args.seed,
         device=str(pick_device(args.device)),
         extra_versions={"model": Path(args.model).name},
     )
-    if not args.no_record and (path := rows.keep(row)):
-        print(f"row appended to {path.relative_to(path.parents[2])}", file=sys.stderr)
-    for failed in (r for r in results if r.error):
-        print(f"question {failed.index} failed: {failed.error}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(row))
-    return 1 if measured["errors"] else 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -89,10 +141,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ParameterError("samples", "more than one sample needs a temperature above 0")
 
 
-async def _evaluate(args: argparse.Namespace, questions: list) -> tuple[list, float]:
-    from tqdm import tqdm
-
-    from thinkfold.cli import evaluation
+async def _evaluate(args: argparse.Namespace, questions: list, folds: list[FoldParams]) -> list[tuple[list, float]]:
+    """Results and seconds of each arm, all on one engine."""
     from thinkfold.engine.async_engine import AsyncEngine
 
     in_flight = 2 * args.concurrency  # a finished sequence finds the next one waiting
@@ -113,19 +163,42 @@ async def _evaluate(args: argparse.Namespace, questions: list) -> tuple[list, fl
         max_waiting=in_flight * args.samples,
     )
     engine = await AsyncEngine.start(config)
-    quiet = not sys.stderr.isatty()
     try:
-        with tqdm(total=len(questions), unit="question", file=sys.stderr, mininterval=15 if quiet else 0.2) as bar:
-            correct: list[float] = []
-
-            def show(result: evaluation.Result) -> None:
-                correct.append(result.accuracy)
-                bar.set_postfix(accuracy=f"{fmean(correct):.3f}", refresh=False)
-                bar.update()
-
-            return await evaluation.evaluate(engine, questions, sampling, thinking, in_flight=in_flight, on_result=show)
+        return [await _ask_all(engine, questions, sampling, thinking, fold, in_flight) for fold in folds]
     finally:
         await engine.stop()
+
+
+async def _ask_all(
+    engine: Any, questions: list, sampling: SamplingParams, thinking: ThinkingParams, fold: FoldParams, in_flight: int
+) -> tuple[list, float]:
+    from tqdm import tqdm
+
+    from thinkfold.cli import evaluation
+
+    quiet = not sys.stderr.isatty()
+    with tqdm(total=len(questions), unit="question", file=sys.stderr, mininterval=15 if quiet else 0.2) as bar:
+        correct: list[float] = []
+
+        def show(result: evaluation.Result) -> None:
+            correct.append(result.accuracy)
+            bar.set_postfix(accuracy=f"{fmean(correct):.3f}", refresh=False)
+            bar.update()
+
+        return await evaluation.evaluate(
+            engine, questions, sampling, thinking, fold, in_flight=in_flight, on_result=show
+        )
+
+
+def _print_comparison(arms: list[str], paired: dict[str, float]) -> None:
+    print(
+        f"{arms[1]} against {arms[0]}: {paired['diff_points']:+.2f} points, lower 95 % bound "
+        f"{paired['diff_ci95_low']:+.2f}, upper {paired['diff_ci95_high']:+.2f} (Tango's score interval, two-sided)"
+    )
+    print(
+        f"discordant: b = {paired['b']} right only with {arms[0]}, c = {paired['c']} right only with {arms[1]}; "
+        f"thinking tokens x {paired['thinking_tokens_ratio']:.3f}, KV peak x {paired['kv_peak_ratio']:.3f}"
+    )
 
 
 def _print_table(groups: dict[str, list], measured: dict[str, float]) -> None:

@@ -18,7 +18,7 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.llm import collect
 from thinkfold.pebble import problems, score
-from thinkfold.types import FinishReason, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import FinishReason, FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class Result:
     samples: list[Sample]
     majority_correct: bool
     kv_peak_entries: int
+    folds: int
     error: str | None
 
     @property
@@ -107,6 +108,7 @@ async def evaluate(
     questions: Iterable[Question],
     sampling: SamplingParams,
     thinking: ThinkingParams,
+    fold: FoldParams | None = None,
     *,
     in_flight: int,
     on_result: Callable[[Result], None],
@@ -122,7 +124,7 @@ async def evaluate(
         async with gate:
             seeded = replace(sampling, seed=(sampling.seed or 0) + question.index)
             prompt = engine.prompts.encode_chat([{"role": "user", "content": question.text}])
-            result = judged(question, await collect(engine, prompt, seeded, thinking))
+            result = judged(question, await collect(engine, prompt, seeded, thinking, fold))
         on_result(result)
         return result
 
@@ -155,6 +157,7 @@ def judged(question: Question, output: RequestOutput) -> Result:
         samples=samples,
         majority_correct=winner is not None and question.judge(texts[winner]),
         kv_peak_entries=output.costs.kv_peak_entries,
+        folds=output.costs.folds,
         error=output.error,
     )
 
@@ -174,6 +177,7 @@ def metrics(results: list[Result], seconds: float) -> dict[str, float]:
         "thinking_tokens_max": max((s.thinking_tokens for s in samples), default=0),
         "output_tokens_per_s": sum(s.output_tokens for s in samples) / seconds,
         "kv_peak_entries_mean": fmean(result.kv_peak_entries for result in results),
+        "folds_mean": fmean(result.folds for result in results),
         "cut_by_length": sum(s.finish_reason == FinishReason.LENGTH for s in samples),
         "errors": sum(result.error is not None for result in results),
         "seconds": seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from thinkfold.server.contract import EngineSlot
 
 ENGINE_DIED = 1
+FOLD_LOG = "thinkfold.server.folds"  # one line a fold
 _WATCH_S = 0.5
 _GRACE_S = 10  # running requests may finish after a signal
 _LAST_WORDS_S = 5  # then they get an error, which their clients have this long to read
@@ -33,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0), until loading fails (raises) or the engine dies (1)."""
     config = engine_config(args)
+    logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
     sock = _listen(args.host, args.port)
     try:
         return asyncio.run(_serve(config, sock))

@@ -74,6 +74,8 @@ class BranchControl:
         self._grace_start = self._limit - (0 if budget is None else grace_tokens(budget))
         self._stops = {phase: StopStrings(request.sampling.stop) for phase in Phase}
         self._outbox = Outbox(branch)
+        self.segment_ends: list[int] = []  # output token indices behind finished segments
+        self.answer_start: int | None = None  # output token index of the answer's first token
         self._waited = False
         self._silent = False
         self._forcing = False
@@ -171,6 +173,10 @@ class BranchControl:
 
     def take(self) -> CompletionOutput | None:
         """The news since the last call, None if there is none."""
+        return self.snapshot() if self._outbox.changed else None
+
+    def snapshot(self) -> CompletionOutput:
+        """The news since the last call and where the branch stands, also where nothing is new."""
         return self._outbox.take(
             phase=self.phase,
             num_output_tokens=self.num_output_tokens,
@@ -249,9 +255,12 @@ class BranchControl:
         muted = self.num_output_tokens < self._sampling.min_tokens
         pieces = self._tracker.push(token_id, silent=silent)
         self._outbox.add_token(token_id)
-        self._outbox.segments += self._tracker.take_segments()
+        segments = self._tracker.take_segments()
+        self._outbox.segments += segments
+        self.segment_ends += [segment.end for segment in segments]
         if before is Phase.THINKING and self.phase is Phase.ANSWER:
             self._thinking_end = self._end_cause
+            self.answer_start = self.num_output_tokens
         matched = self._write(pieces, muted=muted)
         if before is not self.phase:
             self._flush_stops(before)

@@ -39,10 +39,8 @@ class Outbox:
         finish_reason: FinishReason | None,
         stop_reason: str | int | None,
         thinking_end_reason: ThinkingEndReason | None,
-    ) -> CompletionOutput | None:
-        """Hand out everything collected, None if there is nothing new."""
-        if not self.changed:
-            return None
+    ) -> CompletionOutput:
+        """Hand out everything collected."""
         output = CompletionOutput(
             index=self.index,
             reasoning="".join(self.reasoning),

@@ -6,22 +6,34 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from thinkfold.config import EngineConfig
 from thinkfold.control.budget import resolve_policy
+from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.build import build_core
+from thinkfold.engine.capacity import most_output_tokens
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
 from thinkfold.engine.language import load_language
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
 from thinkfold.engine.stream import OutputStream
-from thinkfold.errors import CapacityError, EngineDeadError, ParameterError, QueueFullError
+from thinkfold.errors import EngineDeadError, ParameterError, QueueFullError
+from thinkfold.fold import selectors
 from thinkfold.runner.loader import pick_device
 from thinkfold.text.prompts import PromptRenderer
 from thinkfold.thinking.families import Family
-from thinkfold.types import EngineRequest, Phase, PromptState, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import (
+    EngineRequest,
+    FoldParams,
+    FoldPolicy,
+    Phase,
+    PromptState,
+    RequestOutput,
+    SamplingParams,
+    ThinkingParams,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,7 @@ class AsyncEngine:
         self._stats = EngineStats()
         self._last_event = time.monotonic()
         self._ids = itertools.count()
+        self._selectors = selectors.names()
 
     @classmethod
     async def start(cls, config: EngineConfig, *, build: Build = build_core) -> Self:
@@ -64,6 +77,7 @@ class AsyncEngine:
         language = await asyncio.to_thread(load_language, config)
         prompts = PromptRenderer(language.tokenizer, normalize=config.normalize_prompts, markers=language.markers)
         engine = cls(config, prompts, language.family)
+        engine.resolve_fold(None)  # a default that cannot be honoured is no reason to load a model
         own_process = config.own_process
         if own_process is None:
             own_process = pick_device(config.device).type == "cuda"
@@ -91,17 +105,19 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams | None = None,
         thinking: ThinkingParams | None = None,
+        fold: FoldParams | None = None,
         *,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its news; the last output has `finished` set.
 
         Raises ParameterError, UnsupportedError, CapacityError, QueueFullError or
         EngineDeadError before anything is yielded if the request cannot be accepted, and
         EngineDeadError later if the engine dies. Closing the iterator aborts the request.
         """
-        request = self._accept(prompt_token_ids, sampling or SamplingParams(), thinking or ThinkingParams(), namespace)
+        sampling, thinking = sampling or SamplingParams(), thinking or ThinkingParams()
+        request = self._accept(prompt_token_ids, sampling, thinking, self.resolve_fold(fold), namespace)
         if request_id is not None:
             request = replace(request, request_id=request_id)
         if request.request_id in self._branches:  # until the core has told its end
@@ -121,6 +137,11 @@ class AsyncEngine:
                 self._send(Abort(request.request_id))
             else:
                 self._branches.pop(request.request_id, None)
+
+    def resolve_fold(self, fold: FoldParams | None) -> FoldPolicy:
+        """What a request that asks for `fold` gets. Raises ParameterError, UnsupportedError."""
+        thinks = self.family is not None
+        return resolve_fold(fold, config=self.config, thinks=thinks, selectors=self._selectors)
 
     async def abort(self, request_id: str) -> None:
         """End a running request; its stream gets a final output. Unknown ids are ignored."""
@@ -159,7 +180,12 @@ class AsyncEngine:
                 self._die(f"no step has finished for {limit:.0f} s")
 
     def _accept(
-        self, ids: Sequence[int], sampling: SamplingParams, thinking: ThinkingParams, namespace: tuple[str, ...]
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        thinking: ThinkingParams,
+        fold: FoldPolicy,
+        namespace: tuple[str, ...],
     ) -> EngineRequest:
         """Check everything that can be wrong and resolve what was left open."""
         if self._dead is not None:
@@ -168,7 +194,7 @@ class AsyncEngine:
         self._check_queue(sampling.n)
         _check_prompt(ids, model)
         sampling.check_vocabulary(model.vocab_size)
-        room = model.max_model_len - len(ids)
+        room = most_output_tokens(len(ids), fold, model)
         max_tokens = min(sampling.max_tokens or room, room)
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         sampling = replace(
@@ -197,6 +223,7 @@ class AsyncEngine:
             thinking=policy,
             namespace=namespace,
             arrival_time=time.monotonic(),
+            fold=fold,
         )
 
     def _check_queue(self, branches: int) -> None:
@@ -245,9 +272,3 @@ def _check_prompt(ids: Sequence[int], model: ModelInfo) -> None:
     bad = next((i for i in ids if not isinstance(i, int) or not 0 <= i < model.vocab_size), None)
     if bad is not None:
         raise ParameterError("prompt", f"token id {bad!r} is outside the vocabulary of {model.vocab_size}")
-    if len(ids) >= model.max_model_len:
-        raise CapacityError(
-            "prompt",
-            f"{len(ids)} tokens leave no room for an answer: this engine holds {model.max_model_len} "
-            f"(the smaller of the model's length and the KV pool of {model.num_pages} pages of {model.page_size})",
-        )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thinkfold.config import EngineConfig
 from thinkfold.control.branch import BranchControl
 from thinkfold.engine.core import EngineCore
-from thinkfold.engine.language import load_language
+from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.messages import ModelInfo
+from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.kv.manager import KVManager
 from thinkfold.runner.model_runner import ModelRunner
+from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.scheduler import Scheduler
+from thinkfold.thinking.family import Family
 from thinkfold.types import EngineRequest
 
 
@@ -19,14 +24,29 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
     Raises ParameterError or UnsupportedError for a model that cannot be loaded or served.
     """
     language = load_language(config)
-    family = language.family
+    family = _with_delimiter(language, config.fold_delimiter_token)
     runner = ModelRunner(
         config,
         end_marker_id=family.end_token_id if family else None,
         eos_token_ids=language.vocabulary.eos_ids,
     )
-    kv = KVManager(runner.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching)
-    scheduler = Scheduler(kv, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens)
+    reserve = _reserve_pages(runner, config) if family else 0
+    kv = KVManager(
+        runner.num_pages,
+        config.page_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_heads=runner.num_layers * runner.num_kv_heads,
+        reserve_pages=reserve,
+        host_pages=runner.host_pages,
+    )
+    capacity = (runner.num_pages - reserve) * config.page_size
+    scheduler = Scheduler(
+        kv,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        fold_counts=lambda entries, tokens: runner.budgets.counts(entries, tokens, config.page_size),
+        admission=Admission(capacity, config.page_size) if config.admission == "predicted" else None,
+    )
 
     def make_control(request: EngineRequest, branch: int) -> BranchControl:
         return BranchControl(
@@ -35,8 +55,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
             language.vocabulary,
             family,
             closing_ids=language.closing_ids,
-            min_segment_tokens=config.min_segment_tokens,
-            max_segment_tokens=config.max_segment_tokens,
+            min_segment_tokens=request.fold.numbers.min_segment_tokens,
+            max_segment_tokens=request.fold.numbers.max_segment_tokens,
         )
 
     depth = config.pipeline_depth
@@ -46,13 +66,35 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
     model = ModelInfo(
         name=config.served_model_name or config.model,
         model_type=runner.model_type,
-        max_model_len=min(runner.max_model_len, runner.num_pages * config.page_size),
+        max_model_len=runner.max_model_len,
         vocab_size=runner.vocab_size,
         num_pages=runner.num_pages,
         page_size=config.page_size,
         page_bytes=runner.page_bytes,
+        kv_capacity=capacity,
         family=family.name if family else None,
         thinks=family is not None,
         budget_enforced=family is not None and bool(family.force_ids),
     )
     return core, model
+
+
+def _reserve_pages(runner: ModelRunner, config: EngineConfig) -> int:
+    """Pages kept for the summary of one segment, so that a fold succeeds when no page is free."""
+    _, numbers = config.fold_numbers
+    counts = runner.budgets.counts(numbers.entries, numbers.max_segment_tokens, config.page_size)
+    blocks = sum(-(-count // config.page_size) for count in counts)
+    return min(-(-blocks // len(counts)), runner.num_pages // 4)
+
+
+def _with_delimiter(language: Language, text: str | None) -> Family | None:
+    """The model's family, in which the token `text` ends a segment, too. Raises ParameterError."""
+    family = language.family
+    if text is None:
+        return family
+    if family is None:
+        raise UnsupportedError("fold_delimiter_token", "this model does not think")
+    ids = language.tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ParameterError("fold_delimiter_token", f"must be one token, {text!r:.60} is {len(ids)}")
+    return replace(family, delimiter_ids=family.delimiter_ids | {ids[0]})

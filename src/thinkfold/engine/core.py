@@ -16,13 +16,17 @@ from typing import Any, Protocol
 from thinkfold.control.branch import BranchControl
 from thinkfold.engine.costs import CostMeter
 from thinkfold.engine.messages import EngineStats
+from thinkfold.fold.planner import FoldPlanner
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.output import StepPlan, StepResult
 from thinkfold.scheduler.scheduler import Scheduler
 from thinkfold.types import (
+    AtAnswer,
     CompletionOutput,
     EngineRequest,
     FinishReason,
+    Fold,
+    FoldMode,
     Phase,
     RequestOutput,
     TokenLogprobs,
@@ -46,6 +50,7 @@ class _Running:
     controls: list[BranchControl]
     meter: CostMeter
     notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]] = field(default_factory=dict)
+    folds: dict[int, list[Fold]] = field(default_factory=dict)  # news by branch
     told: set[int] = field(default_factory=set)  # branches whose last output has been handed out
     error: str | None = None
 
@@ -93,7 +98,14 @@ class EngineCore:
             count = request.sampling.n
             controls = [self._make_control(request, index) for index in range(count)]
             branches = [
-                Branch(request, index, self._arrivals + index, control, list(request.prompt_token_ids))
+                Branch(
+                    request,
+                    index,
+                    self._arrivals + index,
+                    control,
+                    list(request.prompt_token_ids),
+                    folding=self._planner(request),
+                )
                 for index, control in enumerate(controls)
             ]
         except Exception as error:  # rule: one request's preparation fails that request
@@ -109,6 +121,13 @@ class EngineCore:
         self._requests[request.request_id] = running
         self._scheduler.add(branches)
 
+    def _planner(self, request: EngineRequest) -> FoldPlanner | None:
+        """What folds a branch of the request; None where nothing is ever folded or moved."""
+        policy = request.fold
+        if policy.policy is FoldMode.OFF and policy.at_answer is AtAnswer.KEEP:
+            return None
+        return FoldPlanner(policy, self._scheduler.kv.page_size, len(request.prompt_token_ids))
+
     def abort(self, request_id: str) -> None:
         """End a request now and return its memory; unknown ids are ignored."""
         running = self._requests.get(request_id)
@@ -123,6 +142,7 @@ class EngineCore:
         """
         plan = self._scheduler.plan()
         self._sweep_ended()
+        self._sweep_folds()
         if plan is not None:
             self._inflight.append((plan, self._runner.launch(plan)))
         due = bool(self._inflight) and (plan is None or len(self._inflight) > self._depth)
@@ -136,6 +156,8 @@ class EngineCore:
     def _collect(self, plan: StepPlan, pending: Any) -> None:
         result = self._runner.collect(pending)
         self._tick()  # the time of this step belongs to what requests were doing in it
+        for fold_id, error in result.fold_errors:
+            self._scheduler.folds.judge(fold_id, error)
         draws = self._scheduler.collect(plan.step)
         self._stats.steps += 1
         for index, (branch, wanted) in enumerate(draws):
@@ -188,6 +210,16 @@ class EngineCore:
             elif branch.steering.finish_reason is not None:
                 self._end(running, branch)
         self._scheduler.ended.clear()
+
+    def _sweep_folds(self) -> None:
+        """Folds and refusals of the plan just made: news of their requests."""
+        for branch, fold in self._scheduler.folds.done:
+            running = self._requests.get(branch.request.request_id)
+            if running is not None:
+                running.folds.setdefault(branch.index, []).append(fold)
+                running.meter.count_fold(fold)
+                self._touched[running.request.request_id] = running
+        self._scheduler.folds.done.clear()
 
     def _fail(self, running: _Running, branch: Branch, error: Exception) -> None:
         """The control of a branch has raised: its request ends."""
@@ -251,6 +283,9 @@ class EngineCore:
             self._reasons[output.finish_reason] += 1
             if output.thinking_end_reason is not None:
                 self._thinking_reasons[output.thinking_end_reason] += 1
+        if index in running.folds:
+            output = output or running.controls[index].snapshot()
+            output.folds = running.folds.pop(index)
         if output is not None and index in running.notes:
             output.logprobs, output.stats = running.notes.pop(index)
         return output
@@ -263,6 +298,7 @@ class EngineCore:
             request_id=running.request.request_id,
             outputs=news,
             policy=running.request.thinking,
+            fold=running.request.fold,
             costs=replace(costs),
             finished=finished,
             error=running.error if finished else None,
@@ -284,6 +320,11 @@ class EngineCore:
             waiting=len(scheduler.waiting),
             pages_by_class={str(c): n for c, n in scheduler.kv.usage().items()},
             preemptions=scheduler.num_preemptions,
+            pressure=dict(scheduler.pressure),
+            swaps=scheduler.pressure["swap"] + scheduler.folds.totals["offloads"],
+            folds=scheduler.folds.totals["folds"],
+            folds_refused=scheduler.folds.totals["refused"],
+            folded_tokens=scheduler.folds.totals["folded_tokens"],
             prefix_queried_tokens=scheduler.prefix_queried_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             requests_by_reason={str(reason): n for reason, n in self._reasons.items()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thinkfold.scheduler.branch import Branch
-from thinkfold.types import Costs, Phase
+from thinkfold.types import Costs, Fold, Phase
 
 
 class CostMeter:
@@ -24,8 +24,10 @@ class CostMeter:
         """
         costs = self.costs
         again = _counted_again(branches)
-        pages = sum(len(b.table.pages) for b in branches) - again
-        entries = sum(b.table.kv_len for b in branches) - again * self._page_size
+        summaries = sum(b.table.summary.mean_entries for b in branches if not b.table.swapped)
+        pages = sum(len(b.table.pages) for b in branches) - again + summaries / max(1, self._page_size)
+        raw = sum(b.table.kv_len for b in branches if not b.table.swapped)
+        entries = round(raw - again * self._page_size + summaries)
         costs.kv_byte_seconds += pages * self._page_bytes * seconds
         costs.kv_peak_entries = max(costs.kv_peak_entries, entries)
         if all(b.highest_computed == 0 for b in branches):
@@ -37,6 +39,14 @@ class CostMeter:
         else:
             costs.answer_s += seconds
 
+    def count_fold(self, fold: Fold) -> None:
+        """A span of thinking was folded, or its fold refused."""
+        if fold.refused:
+            self.costs.folds_refused += 1
+        else:
+            self.costs.folds += 1
+            self.costs.folded_tokens += fold.end - fold.start
+
     def count_tokens(self, branches: Sequence[Branch], thinking: int, output: int) -> Costs:
         """Bring the token counts up to date and return the costs."""
         costs = self.costs
@@ -46,6 +56,7 @@ class CostMeter:
         costs.answer_tokens = output - thinking
         costs.recomputed_tokens = sum(b.recomputed_tokens for b in branches)
         costs.preemptions = sum(b.preemptions for b in branches)
+        costs.swapped_bytes = round(sum(b.swapped_pages for b in branches) * self._page_bytes)
         costs.computed_prompt_tokens = sum(b.computed_prompt_tokens for b in branches)
         return costs
 

@@ -12,7 +12,7 @@ from thinkfold.types import EngineRequest, RequestOutput
 class ModelInfo:
     """What the front needs to know about the loaded model and its KV pool.
 
-    `max_model_len` is also bounded by the pool: one request alone must fit.
+    `kv_capacity` are the raw KV entries that the pool holds; a request that folds can be longer.
     """
 
     name: str
@@ -22,14 +22,24 @@ class ModelInfo:
     num_pages: int
     page_size: int
     page_bytes: int
+    kv_capacity: int
     family: str | None
     thinks: bool
     budget_enforced: bool
 
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens that a prompt must stay below: it is never folded."""
+        return min(self.max_model_len, self.kv_capacity)
+
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since start and gauges of now. Pages by class name."""
+    """Counters since start and gauges of now. Pages by class name.
+
+    `pressure` counts how often each rung of the pressure ladder was taken, by its name; `swaps`
+    counts moves of a branch's or an answer's thinking KV to host memory.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -44,8 +54,14 @@ class EngineStats:
     thinking_tokens: int = 0
     answer_tokens: int = 0
     discarded_tokens: int = 0
+    folds: int = 0
+    folds_refused: int = 0
+    folded_tokens: int = 0
+    swaps: int = 0
+    swapped_bytes: int = 0
     requests_by_reason: dict[str, int] = field(default_factory=dict)
     thinking_by_reason: dict[str, int] = field(default_factory=dict)
+    pressure: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The scheduler's one door to KV memory: match, allocate, fork, publish, free. No torch.
+"""The scheduler's one door to KV memory: match, allocate, fork, fold, swap, publish, free. No torch.
 
 A branch's memory is a `PageTable`: which pages, how many stored entries (`kv_len`). Stored
 entries and logical tokens are different things; this module only ever speaks of entries,
@@ -8,36 +8,46 @@ except where it is told token ids to match or publish a raw prefix.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from thinkfold.errors import ParameterError
+from thinkfold.kv.blocks import HeadBlocks
+from thinkfold.kv.growth import GrowthPlan, written_blocks
+from thinkfold.kv.host_tier import HostTier
 from thinkfold.kv.pages import PageClass, PagePool
 from thinkfold.kv.radix import Namespace, RadixCache
-
-
-@dataclass(slots=True, eq=False)
-class PageTable:
-    """One branch's view of KV memory.
-
-    `published` leading pages are the prefix tree's; `shared` leading pages came from a fork
-    and are paid for by the branch they came from. `parted`: it has moved to pages of the tree
-    and a fork of it has not.
-    """
-
-    pages: list[int] = field(default_factory=list)
-    kv_len: int = 0
-    published: int = 0
-    shared: int = 0
-    parted: bool = False
+from thinkfold.kv.summary import SummaryGrowth, SummaryTable
+from thinkfold.kv.table import HostPlaces, PageTable
+from thinkfold.kv.work import KVWork, WorkList
 
 
 class KVManager:
-    """Pages for branches out of one pool, with an optional shared prefix tree."""
+    """Memory for branches out of one pool of pages, with an optional shared prefix tree.
 
-    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool) -> None:
+    Pages opened for summaries lend one head block for each of the `num_heads` (layer, KV head)
+    pairs. `reserve_pages` are for summaries only, so that a fold succeeds when nothing else is
+    free; what returns fills them up first. `host_pages` is the size of the host tier.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_heads: int = 1,
+        reserve_pages: int = 0,
+        host_pages: int = 0,
+    ) -> None:
+        if not 0 <= reserve_pages < num_pages:
+            raise ParameterError("reserve_pages", f"must be in [0, {num_pages}), got {reserve_pages}")
         self.page_size = page_size
+        self.num_heads = num_heads
+        self.reserve_pages = reserve_pages
         self._pool = PagePool(num_pages)
+        self._blocks = HeadBlocks(self._pool, num_heads)
         self._radix = RadixCache(self._pool, page_size) if enable_prefix_caching else None
-        self._copies: list[tuple[int, int]] = []
+        self._host = HostTier(host_pages, num_heads)
+        self._work = WorkList()
         self._launched = -1  # the last launched step: it may still read what is released now
 
     @property
@@ -45,21 +55,42 @@ class KVManager:
         return self._pool.num_pages
 
     @property
+    def capacity(self) -> int:
+        """Pages that raw entries can have at most."""
+        return self._pool.num_pages - self.reserve_pages
+
+    @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones and idle cached ones."""
-        return self._pool.num_free + self._pool.num_idle_cached
+        """Pages that raw entries can have now: free and idle cached ones over the reserve."""
+        return max(0, self._pool.num_free + self._pool.num_idle_cached - self.reserve_pages)
 
     @property
     def num_returning(self) -> int:
-        """Pages that become free when the steps in flight have finished."""
-        return self._pool.num_quarantined
+        """Pages that become available when the steps in flight, and the one being planned, have finished."""
+        pool = self._pool
+        later = pool.num_free + pool.num_idle_cached + pool.num_quarantined - self.reserve_pages
+        return max(0, later) - self.num_available
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step has memory work, so that it must be launched even without a row."""
+        return bool(self._work)
 
     def usage(self) -> Mapping[PageClass, int]:
-        """Held pages by class."""
+        """Held device pages by class."""
         return self._pool.counts()
 
+    @property
+    def host_pages(self) -> int:
+        """Size of the host tier."""
+        return self._host.num_pages
+
+    def host_usage(self) -> int:
+        """Host pages that hold something."""
+        return self._host.num_used
+
     def pages_for(self, entries: int) -> int:
-        """Pages that hold `entries` stored entries."""
+        """Pages that hold `entries` stored entries; head blocks of one head, too."""
         return -(-entries // self.page_size)
 
     def match(self, table: PageTable, namespace: Namespace, token_ids: Sequence[int], limit: int) -> int:
@@ -87,26 +118,28 @@ class KVManager:
 
         A partly filled last page that somebody else holds too is copied first.
         """
+        assert not table.swapped, "a branch on the host cannot grow"
         needed = self.pages_needed(table, new_entries)
-        if needed > self.num_available:
-            return False
-        if needed > self._pool.num_free and self._radix is not None:
-            self._radix.evict(needed - self._pool.num_free)
-        if needed > self._pool.num_free:  # the evicted pages are still being read
+        if not self._make_room(needed, self.reserve_pages):
             return False
         index = table.kv_len // self.page_size
         table.shared = min(table.shared, index)  # a page written to is the table's own
         if self._must_copy(table):
             source, target = table.pages[index], self._pool.allocate(page_class)
-            self._copies.append((source, target))
-            table.pages[index] = target
+            self._work.copy(source, target)
+            table.pages = [*table.pages[:index], target, *table.pages[index + 1 :]]
             self._release(source)
             needed -= 1
         table.pages += [self._pool.allocate(page_class) for _ in range(needed)]
         return True
 
     def fork(self, source: PageTable, target: PageTable, entries: int) -> None:
-        """Let the empty `target` share the first `entries` entries of `source`."""
+        """Let the empty `target` share the first `entries` raw entries of `source` and all its summaries.
+
+        Where a row of the step being planned writes to them, `target` may grow from the next step on.
+        """
+        assert not source.swapped, "a branch on the host cannot fork"
+        assert source.last_gap * self.page_size <= entries <= source.kv_len, "a fork inside a span taken out"
         pages = source.pages[: self.pages_for(entries)]
         for page in pages:
             self._pool.retain(page, PageClass.PROMPT)
@@ -115,6 +148,10 @@ class KVManager:
         target.published = min(source.published, entries // self.page_size)
         target.shared = len(pages)
         target.parted = source.parted
+        target.gaps = source.gaps
+        target.summary = SummaryTable(source.summary.blocks, source.summary.lengths)
+        for block in _flat(target.summary.blocks):
+            self._blocks.retain(block)
 
     def publish(self, table: PageTable, namespace: Namespace, token_ids: Sequence[int], written: int) -> None:
         """Put the full pages of the first `written` raw entries into the prefix tree.
@@ -124,66 +161,234 @@ class KVManager:
         that must wait for a fork's move are put there by a later call.
         """
         full = written // self.page_size
-        if self._radix is None or full <= table.published:
+        if self._radix is None or full <= table.published or table.swapped:
             return
+        assert not table.gaps or full <= table.gaps[0], "pages behind a span taken out are private"
         start = table.published
         known, table.parted = self._radix.insert(namespace, token_ids, table.pages[:full], start, table.parted)
-        for index, page in enumerate(known, start):
-            own = table.pages[index]
-            if page != own:
+        own = table.pages[start : start + len(known)]
+        if known != own:
+            table.pages = [*table.pages[:start], *known, *table.pages[start + len(known) :]]
+        for page, before in zip(known, own, strict=True):
+            if page != before:
                 self._pool.retain(page, PageClass.PROMPT)
-                table.pages[index] = page
-                self._release(own)
+                self._release(before)
         table.published = start + len(known)
 
     def free(self, table: PageTable) -> None:
-        """Return everything a branch holds."""
-        for page in reversed(table.pages):
-            self._release(page)
-        table.pages = []
-        table.kv_len = table.published = table.shared = 0
-        table.parted = False
+        """Return everything a branch holds, on the device and on the host."""
+        self._release_device(table)
+        if table.host is not None:
+            self._release_host(table.host.pages, _flat(table.host.blocks))
+        self._release_host(table.offload_pages, [])
+        table.host, table.offload_pages = None, []
+        table.summary, table.gaps = SummaryTable(), []
+        table.kv_len = 0
 
     def rewind(self, table: PageTable, entries: int) -> None:
-        """Forget the last entries beyond `entries`; their slots are written again."""
-        table.kv_len = min(table.kv_len, entries)
+        """Forget the last raw entries beyond `entries`; their slots are written again."""
+        assert entries >= table.last_gap * self.page_size, "a rewind to before a span taken out"
+        if entries >= table.kv_len:
+            return
+        table.kv_len = entries
+        table.published = min(table.published, entries // self.page_size)
+        if table.host is None:
+            refs, keep = self._pool.refs, self.pages_for(entries)
+            while keep < len(table.pages) and refs[table.pages[keep]] == 1:
+                keep += 1
+            self._shorten(table, keep)  # a fork still reads the others
+
+    def blocks_needed(self, table: PageTable, counts: Sequence[int]) -> int:
+        """Head blocks that a fold of `counts` entries by head would take, copies-on-write included."""
+        return self._growth(table, counts).num_blocks
+
+    def pages_for_fold(self, counts: Sequence[int]) -> int:
+        """Pages that a fold's head blocks fill; no fold of a branch without forks opens more."""
+        return self._blocks.pages_for(sum(self.pages_for(count) for count in counts))
+
+    def fold(self, table: PageTable, first_page: int, num_pages: int, counts: Sequence[int]) -> SummaryGrowth | None:
+        """Replace full raw pages by a summary of `counts` entries by head; all or nothing.
+
+        The caller hands the growth to the step being planned, in the order of the calls. None:
+        not even the reserve has the blocks now, or the step has yet to bring in what it would
+        read.
+        """
+        pages = self._span(table, first_page, num_pages)
+        plan = self._growth(table, counts)
+        last = [blocks[-1] for blocks in table.summary.blocks if blocks]
+        if self._work.fills(pages, last) or not self._make_block_room(plan.num_blocks):
+            return None
+        table.summary, growth = plan.grow(self._blocks.allocate(plan.num_blocks))
+        read = [source for _, source, _ in growth.copies]
+        self._work.fold(pages, read, written_blocks(table.summary, growth, self.page_size))
+        for block in read:
+            self._release_block(block)
+        self.drop_pages(table, first_page, num_pages)
+        return growth
+
+    def drop_pages(self, table: PageTable, first_page: int, num_pages: int) -> None:
+        """Forget full raw pages without a summary."""
+        self._span(table, first_page, num_pages)
+        for page in reversed(table.cut(first_page, num_pages, self.page_size)):
+            self._release(page)
+
+    def offload(self, table: PageTable, first_page: int, num_pages: int) -> bool:
+        """Move full raw pages to the host for good; False, and nothing changes, if they cannot go now."""
+        pages = self._span(table, first_page, num_pages)
+        if self._work.writes(pages, []) or not self._host.fits(len(pages), 0):
+            return False
+        table.offload_pages = table.offload_pages + self._pages_out(pages)
+        self.drop_pages(table, first_page, num_pages)
+        return True
+
+    def swap_out(self, table: PageTable) -> bool:
+        """Move a whole branch to the host; False, and nothing changes, if it cannot go now.
+
+        The branch has no row in the step being planned. It cannot go if the host has no place
+        or if that step has memory work that writes to it (`settled`).
+        """
+        assert not table.swapped, "a branch is swapped out once"
+        blocks = list(_flat(table.summary.blocks))
+        stored = self.pages_for(table.kv_len)
+        if not self.settled(table) or not self._host.fits(stored, len(blocks)):
+            return False
+        places = iter(self._host.take_blocks(len(blocks)))
+        host = HostPlaces([], [[next(places) for _ in head] for head in table.summary.blocks])
+        for block, place in zip(blocks, _flat(host.blocks), strict=True):
+            self._work.block_out(block, place)
+        host.pages = self._pages_out(table.pages[:stored])
+        self._release_device(table)
+        table.host = host
+        table.summary = SummaryTable([[] for _ in table.summary.lengths], table.summary.lengths)
+        return True
+
+    def swap_in(self, table: PageTable, headroom: int) -> bool:
+        """Bring a branch back to fresh pages of its own, with `headroom` pages left available; else False."""
+        host = table.host
+        assert host is not None, "only a branch that was swapped out comes back"
+        blocks = list(_flat(host.blocks))
+        needed = len(host.pages) + self._blocks.pages_needed(len(blocks))
+        if needed + headroom > self.num_available or not self._make_room(needed, self.reserve_pages):
+            return False
+        fresh = iter(self._blocks.allocate(len(blocks)))
+        table.summary = SummaryTable([[next(fresh) for _ in head] for head in host.blocks], table.summary.lengths)
+        for place, block in zip(blocks, _flat(table.summary.blocks), strict=True):
+            self._work.block_in(place, block)
+        table.pages = [self._pool.allocate(self._host.class_of(place)) for place in host.pages]
+        for place, page in zip(host.pages, table.pages, strict=True):
+            self._work.page_in(place, page)
+        table.host = None
+        self._release_host(host.pages, blocks)
+        return True
+
+    def settled(self, table: PageTable) -> bool:
+        """Whether the step being planned has no memory work that writes to the branch's memory."""
+        return not self._work.writes(table.pages, _flat(table.summary.blocks))
 
     def clear_cache(self) -> None:
         """Drop every idle page of the prefix tree."""
         if self._radix is not None:
             self._radix.clear()
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Page copies (source, target) that the next launched step must do first."""
-        copies, self._copies = self._copies, []
-        return copies
+    def take_work(self) -> KVWork:
+        """Copies that the next launched step must do; call it right before `launch_step`."""
+        return self._work.take()
 
     def launch_step(self, step: int) -> None:
         """`step` was launched: pages released from now on may be read by it."""
         self._launched = step
+        self._work.launched()
 
     def finish_step(self, step: int) -> None:
         """`step` has finished on the device."""
         self._pool.finish_step(step)
+        self._blocks.finish_step(step)
+        self._host.finish_step(step)
+
+    def _make_room(self, pages: int, keep: int) -> bool:
+        """Have `pages` free pages and `keep` more, if need be by dropping idle cached ones."""
+        missing = pages + keep - self._pool.num_free
+        if pages == 0 or missing <= 0:
+            return True
+        if missing > self._pool.num_idle_cached or self._radix is None:
+            return False
+        self._radix.evict(missing)
+        return pages + keep <= self._pool.num_free  # evicted pages may still be read
+
+    def _make_block_room(self, blocks: int) -> bool:
+        """Have pages for so many head blocks; the reserve comes after the idle cached pages."""
+        pages = self._blocks.pages_needed(blocks)
+        return self._make_room(pages, self.reserve_pages) or self._make_room(pages, 0)
+
+    def _span(self, table: PageTable, first_page: int, num_pages: int) -> list[int]:
+        """The pages of a span that may leave the table."""
+        end = first_page + num_pages
+        assert not table.swapped, "a branch on the host cannot be folded"
+        assert 0 <= first_page <= end <= table.kv_len // self.page_size, "a span is made of full pages"
+        pages = table.pages[first_page:end]
+        shared = first_page < table.published or any(self._pool.in_tree(page) for page in pages)
+        assert not shared, "pages of the shared prefix are never folded"
+        return pages
+
+    def _growth(self, table: PageTable, counts: Sequence[int]) -> GrowthPlan:
+        assert len(counts) == self.num_heads, f"{len(counts)} counts for {self.num_heads} heads"
+        return GrowthPlan.of(table.summary, counts, self.page_size, self._blocks.refs)
+
+    def _pages_out(self, pages: list[int]) -> list[int]:
+        places = self._host.take_pages([self._pool.class_of(page) for page in pages])
+        for page, place in zip(pages, places, strict=True):
+            self._work.page_out(page, place)
+        return places
 
     def _must_copy(self, table: PageTable) -> bool:
         index, offset = divmod(table.kv_len, self.page_size)
         return offset > 0 and self._pool.refs[table.pages[index]] > 1
 
     def _release(self, page: int) -> None:
-        # the step being planned reads the sources of its copies
-        read_next = any(page == source for source, _ in self._copies)
-        self._pool.release(page, self._launched + read_next)
+        # the step being planned still uses what its memory work reads and writes
+        self._pool.release(page, self._launched + self._work.uses_page(page))
         if self._radix is not None:
             self._radix.note_idle(page)
 
+    def _release_block(self, block: int) -> None:
+        self._blocks.release(block, self._launched + self._work.uses_block(block))
+
+    def _release_device(self, table: PageTable) -> None:
+        """Return a branch's pages and head blocks; entries and lengths stay."""
+        self._shorten(table, 0)
+        table.published = 0
+        table.parted = False
+        for block in _flat(table.summary.blocks):
+            self._release_block(block)
+
+    def _release_host(self, pages: Iterable[int], blocks: Iterable[int]) -> None:
+        for page in pages:
+            self._host.release_page(page, self._launched + self._work.uses_host_page(page))
+        for block in blocks:
+            self._host.release_block(block, self._launched + self._work.uses_host_block(block))
+
+    def _shorten(self, table: PageTable, pages: int) -> None:
+        """Return the pages beyond the first `pages`."""
+        surplus, table.pages = table.pages[pages:], table.pages[:pages]
+        table.shared = min(table.shared, pages)
+        for page in reversed(surplus):
+            self._release(page)
+
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
-        """Raise AssertionError unless pool, tree and the given tables agree."""
+        """Raise AssertionError unless pools, tree, head blocks and the given tables agree."""
         tables = list(tables)
         tree = list(self._radix.pages()) if self._radix is not None else []
-        self._pool.check_integrity([*(t.pages for t in tables), tree])
+        self._pool.check_integrity([*(t.pages for t in tables), tree, self._blocks.pages()])
+        self._blocks.check_integrity(_flat(t.summary.blocks) for t in tables)
+        places = [t.host for t in tables if t.host is not None]
+        host_pages = [*(h.pages for h in places), *(t.offload_pages for t in tables)]
+        self._host.check_integrity(host_pages, (_flat(h.blocks) for h in places))
         for table in tables:
-            assert len(table.pages) >= self.pages_for(table.kv_len), "a table has entries without a page"
-            assert len(set(table.pages)) == len(table.pages), "a table holds a page twice"
+            table.check_integrity(self.page_size)
+            assert all(self._pool.in_tree(page) for page in table.pages[: table.published]), "a published page is lost"
         if self._radix is not None:
             self._radix.check_integrity()
+
+
+def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:
+    return (item for items in lists for item in items)

@@ -5,9 +5,11 @@ Knows nothing about requests or tokens.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+
+from thinkfold.kv.quarantine import Quarantine
 
 
 class PageClass(StrEnum):
@@ -15,6 +17,7 @@ class PageClass(StrEnum):
 
     PROMPT = "prompt"
     THINKING = "thinking"
+    SUMMARY = "summary"  # lent out by head blocks
     ANSWER = "answer"
     CACHED = "cached"
 
@@ -32,11 +35,10 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         self._class: list[PageClass | None] = [None] * num_pages
         self._counts: Counter[PageClass] = Counter()
-        self._quarantine: deque[tuple[int, int]] = deque()  # (step, page), steps ascending
+        self._quarantine: Quarantine[int] = Quarantine()
         self._in_tree = bytearray(num_pages)
         self._last_read = [-1] * num_pages  # for idle cached pages: the last step that may read it
         self.num_idle_cached = 0  # pages that only the prefix tree holds
-        self._finished_step = -1
 
     @property
     def num_free(self) -> int:
@@ -49,6 +51,16 @@ class PagePool:
     def counts(self) -> Mapping[PageClass, int]:
         """Held pages by class."""
         return {c: self._counts[c] for c in PageClass}
+
+    def class_of(self, page: int) -> PageClass:
+        """The class of a held page."""
+        page_class = self._class[page]
+        assert page_class is not None, f"page {page} is not held"
+        return page_class
+
+    def in_tree(self, page: int) -> bool:
+        """Whether the prefix tree holds `page`."""
+        return bool(self._in_tree[page])
 
     def allocate(self, page_class: PageClass) -> int:
         """Take a free page with one reference. Raises IndexError if none is free."""
@@ -69,10 +81,8 @@ class PagePool:
         self.refs[page] -= 1
         if self.refs[page] == 0:
             self._set_class(page, None)
-            if after_step <= self._finished_step:
+            if not self._quarantine.hold(page, after_step):
                 self._free.append(page)
-            else:
-                self._quarantine.append((after_step, page))
         elif self.refs[page] == 1 and self._in_tree[page]:
             self.num_idle_cached += 1
             self._last_read[page] = after_step
@@ -91,9 +101,7 @@ class PagePool:
 
     def finish_step(self, step: int) -> None:
         """`step` has finished on the device: free what waited for it."""
-        self._finished_step = max(self._finished_step, step)
-        while self._quarantine and self._quarantine[0][0] <= self._finished_step:
-            self._free.append(self._quarantine.popleft()[1])
+        self._free += self._quarantine.finish_step(step)
 
     def _set_class(self, page: int, page_class: PageClass | None) -> None:
         old = self._class[page]
@@ -106,12 +114,13 @@ class PagePool:
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless counts equal the pages listed by all holders.
 
-        `holders` are the page lists of requests and of the prefix tree.
+        `holders` are the page lists of requests, of the prefix tree and of the head blocks.
         """
         held = Counter(page for pages in holders for page in pages)
         free = set(self._free)
-        quarantined = {page for _, page in self._quarantine}
+        quarantined = set(self._quarantine)
         assert len(free) == len(self._free), "a page is free twice"
+        assert len(quarantined) == len(self._quarantine), "a page is quarantined twice"
         assert not free & quarantined, "a page is free and quarantined"
         for page, refs in enumerate(self.refs):
             assert refs == held[page], f"page {page}: {refs} references, {held[page]} holders"

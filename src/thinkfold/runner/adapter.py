@@ -1,10 +1,15 @@
 """The door between transformers' models and our attention op.
 
-A model whose config names the implementation `thinkfold` calls `attend` in every layer. No mask
-function is registered under that name, so transformers builds no mask at all.
+A model whose config names one of `IMPLEMENTATIONS` calls `attend` in every layer, with the body of
+attention that the name stands for. No mask function is registered under these names, so
+transformers builds no mask at all.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,6 +20,8 @@ from thinkfold.errors import UnsupportedError
 from thinkfold.runner.forward_batch import ForwardBatch
 
 IMPLEMENTATION = "thinkfold"
+# Names that transformers knows, by body of the attention op.
+IMPLEMENTATIONS: Mapping[str, str] = MappingProxyType({"reference": IMPLEMENTATION, "triton": "thinkfold_triton"})
 
 
 def attend(
@@ -28,6 +35,7 @@ def attend(
     forward_batch: ForwardBatch | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    backend: str = "reference",
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention of one layer over paged KV; query `[1, Hq, T, D]`, key and value `[1, Hkv, T, D]`.
@@ -49,14 +57,22 @@ def attend(
         fb.kv_lens,
         fb.page_table,
         fb.slot_mapping,
+        fb.summary_rows,
+        fb.summary_table,
+        fb.summary_lens,
+        fb.bias,
+        fb.kv_scales,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         fb.query_sink_rows,
         fb.query_sink,
+        fb.lse_sink,
+        backend,
     )
     return out[None], None
 
 
 def register() -> None:
-    """Make `attn_implementation="thinkfold"` known to transformers; may be called again."""
-    AttentionInterface.register(IMPLEMENTATION, attend)
+    """Make all `IMPLEMENTATIONS` known to transformers; may be called again."""
+    for backend, name in IMPLEMENTATIONS.items():
+        AttentionInterface.register(name, partial(attend, backend=backend))

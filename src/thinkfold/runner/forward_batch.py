@@ -5,16 +5,15 @@ It knows no model and draws no tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from thinkfold.runner.transfer import IntArray, concat, to_device
 from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan
-
-IntArray = NDArray[np.int64]
 
 
 class ForwardBatch(NamedTuple):
@@ -29,8 +28,14 @@ class ForwardBatch(NamedTuple):
     kv_lens: Tensor
     page_table: Tensor
     slot_mapping: Tensor
+    summary_rows: Tensor
+    summary_table: Tensor
+    summary_lens: Tensor
+    bias: Tensor
+    kv_scales: Tensor
     query_sink_rows: Tensor
     query_sink: Tensor
+    lse_sink: Tensor
 
 
 class StepInputs(NamedTuple):
@@ -38,8 +43,8 @@ class StepInputs(NamedTuple):
 
     `input_ids`, `position_ids` `[1, T]`; `sample_rows` `[S]` token rows whose logits are wanted,
     padded by repeating row 0 beyond the plan's samples; `late_rows`, `late_slots` `[F]` token
-    rows whose id is still in `last_token[slot]`; `copies` `[2, C]`; `sample_slots` `[R]` slots of
-    the plan's samples.
+    rows whose id is still in `last_token[slot]`; `sink_rows`, `sink_lines` `[K]` token rows whose
+    query is kept and where; `sample_slots` `[R]` slots of the plan's samples.
     """
 
     input_ids: Tensor
@@ -47,21 +52,30 @@ class StepInputs(NamedTuple):
     sample_rows: Tensor
     late_rows: Tensor
     late_slots: Tensor
-    copies: Tensor
     cu_seqlens_q: Tensor
     kv_lens: Tensor
     page_table: Tensor
     slot_mapping: Tensor
+    summary_rows: Tensor
+    sink_rows: Tensor
+    sink_lines: Tensor
     sample_slots: Tensor
 
 
 def build(
-    plan: StepPlan, page_size: int, token_tile: int, device: torch.device, extra: list[IntArray]
+    plan: StepPlan,
+    page_size: int,
+    token_tile: int,
+    device: torch.device,
+    extra: list[IntArray],
+    summary_rows: Sequence[int],
+    sinks: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> tuple[StepInputs, list[Tensor]]:
     """Pack `plan` and `extra` into tensors on `device` with one copy.
 
-    T and the number of sampled rows are padded to multiples of `token_tile`. Raises ValueError
-    for a row whose pages are too few for its entries.
+    T and the number of sampled rows are padded to multiples of `token_tile`. `summary_rows` is
+    the line of the summary tables of each row, -1 for none; `sinks` are the token rows whose
+    queries are kept, and where. Raises ValueError for a row whose pages are too few for its entries.
     """
     rows = plan.rows
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -71,19 +85,21 @@ def build(
     sample_rows += [0] * (-len(sample_rows) % token_tile)
     late = [i for i, row in enumerate(rows) if row.from_slot]
     arrays: list[IntArray] = [
-        _pad(_concat([_token_ids(row) for row in rows]), padding, 0)[None],
-        _pad(_concat([np.arange(row.position, row.position + row.num_tokens) for row in rows]), padding, 0)[None],
+        _pad(concat([_token_ids(row) for row in rows]), padding, 0)[None],
+        _pad(concat([np.arange(row.position, row.position + row.num_tokens) for row in rows]), padding, 0)[None],
         np.array(sample_rows, dtype=np.int64),
         offsets[late],
         np.array([rows[i].slot for i in late], dtype=np.int64),
-        np.array(plan.copies, dtype=np.int64).reshape(-1, 2).T,
         offsets,
         np.array([row.kv_start for row in rows], dtype=np.int64) + lengths,
         _page_table(rows, page_size),
-        _pad(_concat([_slots(row, page_size) for row in rows]), padding, -1),
+        _pad(concat([_slots(row, page_size) for row in rows]), padding, -1),
+        np.array(summary_rows, dtype=np.int64),
+        np.array(sinks[0], dtype=np.int64),
+        np.array(sinks[1], dtype=np.int64),
         np.array([sample.slot for sample in samples_of(plan)], dtype=np.int64),
     ]
-    tensors = _to_device(arrays + extra, device)
+    tensors = to_device(arrays + extra, device)
     inputs = StepInputs(*tensors[: len(arrays)])
     inputs = inputs._replace(
         cu_seqlens_q=inputs.cu_seqlens_q.int(), kv_lens=inputs.kv_lens.int(), page_table=inputs.page_table.int()
@@ -94,19 +110,6 @@ def build(
 def samples_of(plan: StepPlan) -> list[SampleRow]:
     """All tokens to draw in a step, in the order of its result."""
     return [sample for row in plan.rows for sample in row.samples]
-
-
-def _to_device(arrays: list[IntArray], device: torch.device) -> list[Tensor]:
-    """Move int64 arrays to `device` as views of one buffer: one copy, which does not wait."""
-    packed = torch.from_numpy(_concat([a.reshape(-1) for a in arrays]))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    parts = packed.split([a.size for a in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
-def _concat(arrays: list[IntArray]) -> IntArray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 def _pad(array: IntArray, padding: int, value: int) -> IntArray:

@@ -6,6 +6,7 @@ It knows nothing of KV pages or batches.
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,17 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def pick_attention(name: str, device: torch.device) -> str:
+    """The body of the attention op; `auto` is triton on a GPU, else reference. Raises UnsupportedError."""
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "reference"
+    if name == "triton" and device.type != "cuda":
+        raise UnsupportedError("attention_backend", f"triton needs a GPU, and the device is {device.type}")
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise UnsupportedError("attention_backend", "triton is not installed; reference needs none, and is slow")
+    return name
+
+
 def check_supported(hf_config: PretrainedConfig) -> None:
     """Raise UnsupportedError for what shows in a config: MLA, softcap, sinks, rope of the batch."""
     reason = None
@@ -172,7 +184,8 @@ def _weights(
     source: str, config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     adapter.register()
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": adapter.IMPLEMENTATION}
+    implementation = adapter.IMPLEMENTATIONS[pick_attention(config.attention_backend, device)]
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": implementation}
     try:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed or 0)

@@ -18,18 +18,20 @@ from thinkfold.runner import forward_batch, loader, sizing
 from thinkfold.runner.forward_batch import ForwardBatch, StepInputs
 from thinkfold.runner.invariance import row_tile
 from thinkfold.runner.loader import LoadedModel
+from thinkfold.runner.memory import DeviceMemory, fold_budgets, kv_dtype
 from thinkfold.runner.sampler import NUM_STATS, Drawn, Sampler, SamplerInputs
-from thinkfold.runner.storage import KVStorage, page_bytes
+from thinkfold.runner.storage import page_bytes
 from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan, StepResult
 from thinkfold.types import TokenLogprobs, TokenStats
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A launched step: `values` is one flat fp64 tensor on its way to the host."""
+    """A launched step: `values` is one flat fp64 tensor on its way to the host, the errors of `folds` last."""
 
     step: int
     samples: list[SampleRow]
+    folds: list[int]
     values: Tensor
     ready: torch.cuda.Event | None
 
@@ -57,21 +59,24 @@ class ModelRunner:
         self._device = loaded.device
         self.max_model_len = _model_len(config, loaded.max_position)
         self._token_tile = row_tile(loaded.model) if batch_invariant and self._device.type == "cpu" else 1
-        self._empty = torch.zeros(0, dtype=torch.int64, device=self._device)
-        self._sink = torch.zeros(
-            (loaded.num_layers, 0, loaded.num_heads, loaded.head_dim), dtype=loaded.dtype, device=self._device
-        )
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._device)
         ends = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
         ends = tuple(sorted(i for i in ends if i < loaded.vocab_size))
         self._sampler = Sampler(loaded.vocab_size, config.max_num_seqs, ends, end_marker_id, self._device)
-        size = page_bytes(loaded.num_layers, loaded.num_kv_heads, config.page_size, loaded.head_dim, loaded.dtype)
-        self._storage = self._allocate(2)
+        self.budgets = fold_budgets(loaded)
+        self._memory = self._allocate(2)
         self._profile(1)
+        dtype = kv_dtype(config, loaded)
+        size = page_bytes(loaded.num_layers, loaded.num_kv_heads, config.page_size, loaded.head_dim, dtype)
         pages = sizing.pool_pages(
-            config, self.max_model_len, size, self._device, lambda: self._profile(config.max_num_batched_tokens)
+            config,
+            self.max_model_len,
+            size,
+            self._device,
+            lambda: self._profile(config.max_num_batched_tokens),
+            self._memory.later_bytes,
         )
-        self._storage = self._allocate(pages)
+        self._memory = self._allocate(pages, sizing.host_pages(config, size))
 
     @property
     def vocab_size(self) -> int:
@@ -79,11 +84,24 @@ class ModelRunner:
 
     @property
     def num_pages(self) -> int:
-        return self._storage.num_pages
+        return self._memory.storage.num_pages
+
+    @property
+    def host_pages(self) -> int:
+        """Pages of the host tier, 0 without one."""
+        return self._memory.storage.host_pages
 
     @property
     def page_bytes(self) -> int:
-        return self._storage.page_bytes
+        return self._memory.storage.page_bytes
+
+    @property
+    def num_layers(self) -> int:
+        return self._loaded.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._loaded.num_kv_heads
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -103,19 +121,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start one step: page copies, forward, sampling. Does not wait for a GPU."""
+        """Start one step: memory work, forward, sampling. Does not wait for a GPU."""
+        folds = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
         samples = forward_batch.samples_of(plan)
-        inputs, extra = forward_batch.build(
-            plan, self._config.page_size, self._token_tile, self._device, self._sampler.pack(samples)
-        )
-        if plan.copies:
-            self._storage.copy_pages(inputs.copies[0], inputs.copies[1])
-        logits = self._forward(inputs)
-        drawn = self._sampler.sample(logits[: len(samples)], samples, SamplerInputs(*extra))
-        slots = inputs.sample_slots
-        self._last_token[slots] = drawn.token_ids.clamp(min=0)
-        values, ready = self._send_home(drawn)
-        return PendingStep(plan.step, samples, values, ready)
+        drawn = self._step(plan, samples) if plan.rows else None
+        values, ready = self._send_home(drawn, [error for _, error in folds])
+        return PendingStep(plan.step, samples, [fold_id for fold_id, _ in folds], values, ready)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step and return its tokens in the order of its samples."""
@@ -123,24 +134,50 @@ class ModelRunner:
             pending.ready.synchronize()
         samples = pending.samples
         count = len(samples)
-        flat = pending.values
+        end = pending.values.numel() - len(pending.folds)
+        flat, errors = pending.values[:end], pending.values[end:].tolist()
         ids = [int(x) for x in flat[:count].tolist()]
         stats = [TokenStats(*row) for row in flat[count : count * (1 + NUM_STATS)].view(count, NUM_STATS).tolist()]
         logprobs = _logprobs(samples, ids, stats, flat[count * (1 + NUM_STATS) :])
-        return StepResult(pending.step, ids, stats, logprobs)
+        return StepResult(pending.step, ids, stats, logprobs, list(zip(pending.folds, errors, strict=True)))
+
+    def _step(self, plan: StepPlan, samples: list[SampleRow]) -> Drawn:
+        """Forward and sampling of a plan with rows; what is drawn and which queries are kept stays on the device."""
+        memory = self._memory
+        inputs, extra = forward_batch.build(
+            plan,
+            self._config.page_size,
+            self._token_tile,
+            self._device,
+            self._sampler.pack(samples),
+            memory.tables.rows([row.slot for row in plan.rows]),
+            memory.queries.place(plan.rows),
+        )
+        logits = self._forward(inputs)
+        drawn = self._sampler.sample(logits[: len(samples)], samples, SamplerInputs(*extra))
+        self._last_token[inputs.sample_slots] = drawn.token_ids.clamp(min=0)
+        return drawn
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Logits `[S, V]` of the token rows that are sampled."""
         if inputs.late_rows.numel():
             inputs.input_ids[0, inputs.late_rows] = self._last_token[inputs.late_slots]
+        memory = self._memory
+        query_sink, lse_sink = memory.queries.sinks(inputs.sink_rows.numel())
         batch = ForwardBatch(
-            kv=self._storage.tensor,
+            kv=memory.storage.tensor,
             cu_seqlens_q=inputs.cu_seqlens_q,
             kv_lens=inputs.kv_lens,
             page_table=inputs.page_table,
             slot_mapping=inputs.slot_mapping,
-            query_sink_rows=self._empty,
-            query_sink=self._sink,
+            summary_rows=inputs.summary_rows,
+            summary_table=memory.tables.table,
+            summary_lens=memory.tables.lens,
+            bias=memory.storage.bias,
+            kv_scales=memory.storage.scales,
+            query_sink_rows=inputs.sink_rows,
+            query_sink=query_sink,
+            lse_sink=lse_sink,
         )
         output = self._loaded.model(
             input_ids=inputs.input_ids,
@@ -149,10 +186,15 @@ class ModelRunner:
             logits_to_keep=inputs.sample_rows,
             forward_batch=batch,
         )
+        if inputs.sink_rows.numel():
+            memory.queries.keep(inputs.sink_lines, query_sink, lse_sink)
         return output.logits[0]
 
-    def _send_home(self, drawn: Drawn) -> tuple[Tensor, torch.cuda.Event | None]:
-        parts = (drawn.token_ids, drawn.stats, drawn.top_ids, drawn.top_logprobs)
+    def _send_home(self, drawn: Drawn | None, errors: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
+        parts: list[Tensor] = []
+        if drawn is not None:
+            parts = [drawn.token_ids, drawn.stats, drawn.top_ids, drawn.top_logprobs]
+        parts.append(torch.stack(errors) if errors else torch.zeros(0, device=self._device))
         flat = torch.cat([part.reshape(-1).double() for part in parts])
         if self._device.type != "cuda":
             return flat, None
@@ -162,17 +204,8 @@ class ModelRunner:
         ready.record(torch.cuda.current_stream(self._device))  # the current device may be another one
         return home, ready
 
-    def _allocate(self, num_pages: int) -> KVStorage:
-        loaded = self._loaded
-        return KVStorage(
-            num_pages,
-            loaded.num_layers,
-            loaded.num_kv_heads,
-            self._config.page_size,
-            loaded.head_dim,
-            loaded.dtype,
-            loaded.device,
-        )
+    def _allocate(self, num_pages: int, host_pages: int = 0) -> DeviceMemory:
+        return DeviceMemory(self._config, self._loaded, self.budgets, self.max_model_len, num_pages, host_pages)
 
     def _profile(self, num_tokens: int) -> None:
         """One forward of `num_tokens` tokens, one page each, every sampling slot in use."""
@@ -183,7 +216,7 @@ class ModelRunner:
             for s in starts
         ]
         plan = StepPlan(0, rows)
-        inputs, _ = forward_batch.build(plan, size, self._token_tile, self._device, [])
+        inputs, _ = forward_batch.build(plan, size, self._token_tile, self._device, [], [-1] * len(rows))
         keep = torch.zeros(min(num_tokens, self._config.max_num_seqs), dtype=torch.int64, device=self._device)
         with torch.inference_mode():
             self._forward(inputs._replace(sample_rows=keep)).float().softmax(dim=-1)

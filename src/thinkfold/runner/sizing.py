@@ -21,25 +21,35 @@ def pool_pages(
     page_bytes: int,
     device: torch.device,
     profile: Callable[[], None],
+    later_bytes: int = 0,
 ) -> int:
     """Pages of the KV pool; never more than `max_num_seqs` requests of full length can use.
 
     `kv_cache_bytes` decides where it is given. Else on a GPU `profile` runs the largest forward
-    and the pool takes what then is left of `gpu_memory_utilization` of the device. On a CPU it
-    is `gpu_memory_utilization` of half of the free memory, at most 4 GiB; pages there cost
-    memory only once they are written. Raises ParameterError if not even one request of two
-    pages fits.
+    and the pool takes what then is left of `gpu_memory_utilization` of the device, less the
+    `later_bytes` that folds will allocate beside it. On a CPU it is `gpu_memory_utilization` of
+    half of the free memory, at most 4 GiB; pages there cost memory only once they are written.
+    Raises ParameterError if not even one request of two pages fits.
     """
     useful = config.max_num_seqs * -(-max_model_len // config.page_size)
     if config.kv_cache_bytes is not None:
         pages = config.kv_cache_bytes // page_bytes
     elif device.type == "cuda":
-        pages = min(useful, _device_bytes(config.gpu_memory_utilization, device, profile) // page_bytes)
+        free = _device_bytes(config.gpu_memory_utilization, device, profile) - later_bytes
+        pages = min(useful, max(0, free) // page_bytes)
     else:
         free = _free_host_bytes() * HOST_SHARE * config.gpu_memory_utilization
         pages = min(useful, int(min(HOST_CAP, free)) // page_bytes)
     if pages < 2:
         raise ParameterError("kv_cache_bytes", f"{pages} pages of {page_bytes} bytes fit, at least 2 are needed")
+    return pages
+
+
+def host_pages(config: EngineConfig, page_bytes: int) -> int:
+    """Pages of the host tier, 0 without one. Raises ParameterError if its bytes hold no page."""
+    pages = config.swap_space_bytes // page_bytes
+    if config.swap_space_bytes and not pages:
+        raise ParameterError("swap_space_bytes", f"a page takes {page_bytes} bytes, got {config.swap_space_bytes}")
     return pages
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from thinkfold.kv.manager import PageTable
+from thinkfold.fold.planner import FoldPlanner
+from thinkfold.kv.table import PageTable
 from thinkfold.types import EngineRequest, FinishReason, Phase
 
 
@@ -17,6 +19,10 @@ class Steering(Protocol):
     def phase(self) -> Phase: ...
     @property
     def finish_reason(self) -> FinishReason | None: ...
+    @property
+    def segment_ends(self) -> Sequence[int]: ...
+    @property
+    def answer_start(self) -> int | None: ...
     def injection(self) -> tuple[int, ...]: ...
     def must_wait(self, inflight: int) -> bool: ...
     def ban_eos(self, inflight: int) -> bool: ...
@@ -47,6 +53,7 @@ class Branch:
     steering: Steering
     token_ids: list[int]
     table: PageTable = field(default_factory=PageTable)
+    folding: FoldPlanner | None = None  # when its thinking is folded; None never folds
     status: BranchStatus = BranchStatus.WAITING
     num_computed_tokens: int = 0
     inflight: int = 0
@@ -57,6 +64,7 @@ class Branch:
     error: Exception | None = None
     preemptions: int = 0
     recomputed_tokens: int = 0
+    swapped_pages: float = 0.0  # to the host and back
     highest_computed: int = 0
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from thinkfold.kv.summary import SummaryGrowth
 from thinkfold.types import SamplingParams, TokenLogprobs, TokenStats
 
 
@@ -33,7 +34,9 @@ class BatchRow:
 
     `token_ids` are the known input ids; when `from_slot` is set, the row is one token, the
     one drawn by the previous step for that slot, still on the device. `position` is logical
-    (RoPE), `kv_start` the stored entries before the row; they may differ.
+    (RoPE), `kv_start` the stored entries before the row; they may differ. With `keep_queries`
+    some of its queries are kept to judge folds, none before logical position `queries_from`
+    (the prompt's end: what the prefix tree gives was never computed here).
     """
 
     slot: int
@@ -43,19 +46,84 @@ class BatchRow:
     kv_start: int
     pages: list[int]
     samples: list[SampleRow] = field(default_factory=list)
+    keep_queries: bool = False
+    queries_from: int = 0
 
     @property
     def num_tokens(self) -> int:
         return 1 if self.from_slot else len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class FoldPrepare:
+    """Judge a span of raw KV and choose what would stay; nothing changes yet.
+
+    The span is `pages` (whole raw pages in order, `len(pages) * page_size` tokens) that end
+    before logical position `end`; the slot's query store holds what came after it. The choice
+    waits on the device under `fold_id` until it is committed or dropped.
+    """
+
+    fold_id: int
+    slot: int
+    pages: list[int]
+    end: int
+    selector: str
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class FoldCommit:
+    """Write a prepared summary behind the slot's earlier ones; the span's pages are dropped after it.
+
+    `pages` are the span's raw pages of now (a swap may have moved it since it was prepared),
+    `growth` says which head blocks hold the summary (see `kv.summary`); its counts are the
+    budget of the prepared selector.
+    """
+
+    fold_id: int
+    slot: int
+    pages: list[int]
+    growth: SummaryGrowth
+
+
+@dataclass(slots=True)
+class MemoryWork:
+    """What is done to KV memory before a step's forward, in this order.
+
+    `swap_out` `(device page, host page)`, and `blocks_out` `(device block, host block)`, leave;
+    prepared folds `dropped`; `commits` write summaries; `copies` are whole-page copies (source,
+    target); `swap_in` and `blocks_in` (host, device) return; `summaries` `(slot, blocks by head,
+    entries by head)` set a slot's whole summary tables (after admission of a branch that has
+    them already, or empty for a slot that is used anew) and empty its query store; `forks`
+    `(source slot, target slot)` copy a query store; `prepares` come last.
+
+    A query store leaves with its branch: `queries_out` `(slot, key)` saves it first of all under
+    a key that the scheduler chooses, `queries_in` `(key, slot)` brings it back after `summaries`,
+    and `queries_dropped` are keys whose branch ended while it was away.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    blocks_out: list[tuple[int, int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    commits: list[FoldCommit] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    blocks_in: list[tuple[int, int]] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    summaries: list[tuple[int, list[list[int]], list[int]]] = field(default_factory=list)
+    prepares: list[FoldPrepare] = field(default_factory=list)
+    queries_out: list[tuple[int, int]] = field(default_factory=list)
+    queries_in: list[tuple[int, int]] = field(default_factory=list)
+    queries_dropped: list[int] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """One forward of the batch. `copies` are whole-page copies (source, target) done first."""
+    """One forward of the batch and the memory work before it. `rows` may be empty, then only that is done."""
 
     step: int
     rows: list[BatchRow]
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    memory: MemoryWork = field(default_factory=MemoryWork)
 
     @property
     def num_tokens(self) -> int:
@@ -67,9 +135,11 @@ class StepResult:
     """Drawn tokens in the order of `row.samples` over all rows of the plan.
 
     A token id of -1 marks a row whose logits were not finite: that branch fails, not the batch.
+    `fold_errors` `(fold_id, estimated error)` belong to the step's prepared folds.
     """
 
     step: int
     token_ids: list[int]
     stats: list[TokenStats]
     logprobs: list[TokenLogprobs | None]
+    fold_errors: list[tuple[int, float]] = field(default_factory=list)

@@ -1,22 +1,27 @@
 """Plans each step: one token budget, every branch catches up from `num_computed_tokens`.
 
 There are no phases: prefill chunks, decode tokens and injected tokens are rows of one batch
-(the rule is vLLM's). First come, first served; when pages run out the last arrived branch is
-preempted and recomputed later. Knows neither text nor tensors.
+(the rule is vLLM's). First come, first served. When pages run out: fold closed thinking, then swap
+the last arrived branch to the host, then preempt it and compute it again later. Knows neither text
+nor tensors.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from thinkfold.errors import CapacityError
 from thinkfold.kv.manager import KVManager
 from thinkfold.kv.pages import PageClass
+from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.branch import Branch, BranchStatus
-from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan
-from thinkfold.types import Phase
+from thinkfold.scheduler.draws import all_launched, page_class, sample_row
+from thinkfold.scheduler.folding import FoldCounts, FoldDesk
+from thinkfold.scheduler.output import BatchRow, StepPlan
+from thinkfold.types import FinishReason
 
 
 @dataclass(slots=True)
@@ -31,18 +36,36 @@ class _Launched:
 class Scheduler:
     """Owns the waiting and running branches and asks `KVManager` for their memory."""
 
-    def __init__(self, kv: KVManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        fold_counts: FoldCounts | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        """`fold_counts(entries, tokens)` are the entries of each head that a fold keeps; None keeps nothing of any.
+
+        Without `admission` a branch starts as soon as its known tokens fit.
+        """
         self.kv = kv
+        self.folds = FoldDesk(kv, fold_counts or (lambda entries, tokens: [0] * kv.num_heads))
+        self._admission = admission
         self._max_num_batched_tokens = max_num_batched_tokens
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._step = 0
         self._planned = _Launched(0)
         self._launched: deque[_Launched] = deque()
-        self._in_plan: set[int] = set()  # ids of branches with a row or a draw in this plan
+        self._stuck = False
+        self._turn = 0  # the order from which running branches get their rows
+        self._in_plan: dict[int, int] = {}  # position before its row or draw in this plan, by a branch's id
         self.ended: list[Branch] = []  # ended while planning: `steering.finish_reason` or `error` says why
         self.waiting: deque[Branch] = deque()
         self.running: list[Branch] = []  # by arrival
         self.num_preemptions = 0
+        self.pressure: Counter[str] = Counter()  # what was done for want of memory, by rung
+        self._used_slots: set[int] = set()  # slots that may hold a former branch's summaries and queries
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
 
@@ -56,12 +79,34 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run until a step in flight is collected."""
+        rows = self._rows()
+        if not (rows or self._has_work or self._launched) and self.running:
+            self._stuck = True  # nothing will change by itself: who waits for memory must do without
+            rows, self._stuck = self._rows(), False
+        if not (rows or self._has_work):
+            return None
+        plan = StepPlan(self._step, rows, self.folds.take())
+        self.kv.launch_step(self._step)
+        self._launched.append(self._planned)
+        self._step += 1
+        return plan
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.kv.has_work or self.folds.work.prepares or self.folds.work.commits)
+
+    def _rows(self) -> list[BatchRow]:
+        """Rows of running branches in order of arrival, then of waiting ones, within the token budget."""
         rows: list[BatchRow] = []
         budget = self._max_num_batched_tokens
         self._in_plan.clear()
         self._planned = _Launched(self._step)
-        for branch in list(self.running):
+        self._watch_memory()
+        turns = sorted(self.running, key=lambda b: b.order < self._turn)
+        self._turn = 0
+        for branch in turns:
             if budget == 0:
+                self._turn = branch.order  # who finds nothing left comes first in the next step
                 break
             if branch.status is not BranchStatus.RUNNING:
                 continue  # preempted for an earlier one
@@ -75,13 +120,7 @@ class Scheduler:
                 break
             rows.append(row)
             budget -= row.num_tokens
-        if not rows:
-            return None
-        plan = StepPlan(self._step, rows, self.kv.take_copies())
-        self.kv.launch_step(self._step)
-        self._launched.append(self._planned)
-        self._step += 1
-        return plan
+        return rows
 
     def collect(self, step: int) -> list[tuple[Branch, bool]]:
         """`step` has finished: publish what it wrote, free what waited for it.
@@ -105,11 +144,16 @@ class Scheduler:
 
     def finish(self, branch: Branch) -> None:
         """Remove a branch for good and return its memory. Children of a trunk go on alone."""
+        if self._admission is not None and branch.steering.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._admission.learn(branch, [b for b in self.running if b is not branch])
         if branch.status is BranchStatus.RUNNING:
             self.running.remove(branch)
             self._release_slot(branch)
         elif branch.status is BranchStatus.WAITING:
             self.waiting.remove(branch)
+        self.folds.forget(branch)
+        if branch.table.swapped:
+            self.folds.work.queries_dropped.append(branch.order)
         self.kv.free(branch.table)
         branch.drop_inflight()
         branch.status = BranchStatus.FINISHED
@@ -129,31 +173,85 @@ class Scheduler:
 
     def _continue(self, branch: Branch, budget: int) -> BatchRow | None:
         """A row for a running branch, or None if it must wait."""
+        if not self.folds.advance(branch, stuck=self._stuck):
+            return None
         if not self._steer(branch) or branch.num_remaining == 0:
             return None
-        count = min(branch.num_remaining, budget)
-        while not self.kv.allocate(branch.table, count, _page_class(branch)):
-            if self.kv.num_available + self.kv.num_returning >= self.kv.pages_needed(branch.table, count):
-                return None  # pages of a step in flight are on their way
-            victim = self.running[-1]
-            if id(victim) in self._in_plan:
-                return None
-            self._preempt(victim)
-            if victim is branch:
+        count = self._row_length(branch, budget)
+        while not self.kv.allocate(branch.table, count, page_class(branch)):
+            if not self._make_room(branch, count):
                 return None
         return self._row(branch, count)
+
+    def _make_room(self, branch: Branch, count: int) -> bool:
+        """Climb the pressure ladder by one rung for `branch`; True if it may ask for its pages again.
+
+        Idle cached pages are gone already. Rungs: fold, swap, preempt; with nobody left to give way,
+        fold what the gate has refused; then the branch itself ends.
+        """
+        if self.kv.num_available + self.kv.num_returning >= self.kv.pages_needed(branch.table, count):
+            return False  # pages of a step in flight are on their way
+        if self.folds.pressing:
+            return False
+        if self.folds.press(self.running, self._in_plan):
+            self.pressure["fold"] += 1
+            return False
+        victim = self.running[-1]
+        if victim is branch and len(self.running) == 1:
+            return self._alone(branch)
+        if id(victim) in self._in_plan or id(victim) in self.folds.changed or not self.kv.settled(victim.table):
+            return False
+        if self._swap_out(victim):
+            return False
+        self._preempt(victim)
+        return victim is not branch
+
+    def _alone(self, branch: Branch) -> bool:
+        """The only running branch finds no memory: its last ways out."""
+        if not self._stuck:
+            return False  # what is under way may bring some
+        if self.folds.press([branch], self._in_plan, force=True):
+            self.pressure["fold_forced"] += 1
+        else:
+            held = sum(self.kv.usage().values())
+            branch.error = CapacityError("max_tokens", f"the KV pool of {self.kv.num_pages} pages is full: {held} held")
+            self.ended.append(branch)
+        return False
+
+    def _watch_memory(self) -> None:
+        """Fold ahead of need, so that nobody waits for pages: every running branch may want one soon."""
+        if self.kv.num_available + self.kv.num_returning < 2 * len(self.running) and not self.folds.pressing:
+            self.pressure["fold"] += self.folds.press(self.running, self._in_plan)
+
+    def _row_length(self, branch: Branch, budget: int) -> int:
+        """Tokens of the branch's next row: a row ends where a fold is due."""
+        count = min(branch.num_remaining, budget)
+        event = branch.folding.next_event(branch.num_computed_tokens) if branch.folding else None
+        return count if event is None else min(count, event - branch.num_computed_tokens)
 
     def _admit(self, branch: Branch, budget: int) -> BatchRow | None:
         """Move the first waiting branch to running if its tokens fit, else None."""
         if branch.inflight or not self._steer(branch):  # preempted a moment ago: its last token is still to come
             return None
+        if self._admission is not None and not self._admission.admits(branch, self.running, self.kv.usage()):
+            return None
+        row = self._readmit(branch, budget) if branch.table.swapped else self._start(branch, budget)
+        if branch.status is BranchStatus.WAITING and not self.folds.pressing:
+            givers = (b for b in self.running if b.folding is not None and b.folding.policy.prefer == "fold")
+            self.pressure["fold"] += self.folds.press(givers, self._in_plan)
+        return row
+
+    def _start(self, branch: Branch, budget: int) -> BatchRow | None:
+        """Run a branch from its prompt on."""
         kv, known = self.kv, len(branch.token_ids)
         limit = min(branch.request.prompt.visible_len, known - 1)
         found = kv.match(branch.table, branch.request.namespace, branch.token_ids, limit)
-        headroom = len(self.running) + min(2**branch.preemptions - 1, kv.num_pages)
-        fits = kv.pages_needed(branch.table, known - found) + headroom <= kv.num_available
-        count = min(known - found, budget)
+        fits = kv.pages_needed(branch.table, known - found) + self._headroom(branch) <= kv.num_available
+        branch.num_computed_tokens = found
+        self.folds.advance(branch, stuck=False)  # what it has thought before a preemption
+        count = self._row_length(branch, budget)
         if not (fits or not self.running) or not kv.allocate(branch.table, count, PageClass.PROMPT):
+            branch.num_computed_tokens = 0
             kv.free(branch.table)
             return None
         if branch.preemptions == 0:
@@ -161,9 +259,22 @@ class Scheduler:
             self.prefix_queried_tokens += branch.num_prompt_tokens
             self.prefix_hit_tokens += found
         self.waiting.popleft()
-        branch.num_computed_tokens = found
         self._run(branch)
         return self._row(branch, count)
+
+    def _readmit(self, branch: Branch, budget: int) -> BatchRow | None:
+        """Bring a branch back from the host and go on where it stopped."""
+        if not self.kv.swap_in(branch.table, self._headroom(branch) if self.running else 0):
+            return None
+        self.waiting.popleft()
+        self._run(branch)
+        self.folds.work.queries_in.append((branch.order, branch.slot))
+        self._count_swap(branch)
+        return self._continue(branch, budget)
+
+    def _headroom(self, branch: Branch) -> int:
+        """Pages to leave to others; more after each time that the branch had to give way."""
+        return len(self.running) + min(2**branch.preemptions - 1, self.kv.num_pages)
 
     def _steer(self, branch: Branch) -> bool:
         """Ask the branch's control what comes next; False if nothing may be launched for it."""
@@ -172,7 +283,7 @@ class Scheduler:
             if branch.inflight == 0 and (ids := steering.injection()):
                 branch.token_ids += ids
                 branch.stale_counts = True
-            wait = steering.must_wait(branch.inflight) or _all_launched(branch)
+            wait = steering.must_wait(branch.inflight) or all_launched(branch)
             branch.ban_eos = steering.ban_eos(branch.inflight)
         except Exception as error:  # one request's control must not stop the others
             branch.error = error
@@ -185,6 +296,10 @@ class Scheduler:
         branch.status = BranchStatus.RUNNING
         branch.slot = self._free_slots.pop()
         branch.stale_counts = True
+        if branch.folding is not None or branch.slot in self._used_slots:
+            summary = branch.table.summary
+            self.folds.work.summaries.append((branch.slot, summary.blocks, summary.lengths))
+            self._used_slots.add(branch.slot)
         insort(self.running, branch, key=lambda b: b.order)
 
     def _row(self, branch: Branch, count: int) -> BatchRow:
@@ -197,13 +312,15 @@ class Scheduler:
             position=start,
             kv_start=branch.table.kv_len,
             pages=branch.table.pages,
+            keep_queries=branch.folding is not None,
+            queries_from=branch.num_prompt_tokens,
         )
         branch.num_computed_tokens += count
         branch.table.kv_len += count
         branch.recomputed_tokens += max(0, min(branch.num_computed_tokens, branch.highest_computed) - start)
         branch.highest_computed = max(branch.highest_computed, branch.num_computed_tokens)
         branch.computed_prompt_tokens += max(0, min(branch.num_computed_tokens, branch.num_prompt_tokens) - start)
-        self._in_plan.add(id(branch))
+        self._in_plan[id(branch)] = start
         self._planned.rows.append((branch, branch.num_computed_tokens))
         draws = branch.num_remaining == 0
         if draws:
@@ -213,7 +330,7 @@ class Scheduler:
         return row
 
     def _draw(self, branch: Branch, row: BatchRow) -> None:
-        row.samples.append(_sample_row(branch))
+        row.samples.append(sample_row(branch))
         self._planned.draws.append((branch, branch.epoch))
         branch.inflight += 1
 
@@ -230,8 +347,10 @@ class Scheduler:
             child.cached_tokens = shared
             child.ban_eos = trunk.ban_eos
             self._run(child)
+            if child.folding is not None:
+                self.folds.work.forks.append((trunk.slot, child.slot))
             if draw:
-                self._in_plan.add(id(child))
+                self._in_plan[id(child)] = shared
                 self._draw(child, row)
         self._release_children(trunk)
 
@@ -244,14 +363,37 @@ class Scheduler:
 
     def _preempt(self, branch: Branch) -> None:
         """Take a branch off the device; its tokens are kept and recomputed later."""
-        self.running.remove(branch)
-        self._release_slot(branch)
+        self._leave(branch)
+        self.pressure["preempt"] += 1
+        self.folds.forget(branch)
         self.kv.free(branch.table)
         branch.num_computed_tokens = 0
+        if branch.folding is not None:
+            branch.folding.restart()
+
+    def _swap_out(self, branch: Branch) -> bool:
+        """Move a running branch to the host; False if the host has no room for it."""
+        if not self.kv.host_pages or not self.kv.swap_out(branch.table):
+            return False
+        self.folds.work.queries_out.append((branch.slot, branch.order))
+        self._leave(branch)
+        self.pressure["swap"] += 1
+        self._count_swap(branch)
+        return True
+
+    def _leave(self, branch: Branch) -> None:
+        """A running branch gives way: it is first in the queue to come back."""
+        self.running.remove(branch)
+        self._release_slot(branch)
         branch.preemptions += 1
         self.num_preemptions += 1
         branch.status = BranchStatus.WAITING
         self.waiting.appendleft(branch)
+
+    def _count_swap(self, branch: Branch) -> None:
+        table = branch.table
+        blocks = sum(map(self.kv.pages_for, table.summary.lengths))
+        branch.swapped_pages += self.kv.pages_for(table.kv_len) + blocks / self.kv.num_heads
 
     def _release_slot(self, branch: Branch) -> None:
         self._free_slots.append(branch.slot)
@@ -266,46 +408,7 @@ class Scheduler:
         assert all(b.status is BranchStatus.WAITING for b in self.waiting), "a waiting branch says it is not"
         assert all(not b.table.pages for b in self.waiting), "a waiting branch holds pages"
         for branch in self.running:
-            assert branch.table.kv_len <= branch.num_computed_tokens, "more entries than tokens"
+            folded = branch.folding.folded_tokens if branch.folding else 0
+            assert branch.table.kv_len + folded == branch.num_computed_tokens, "entries and tokens disagree"
             assert branch.num_remaining >= 0, "more computed than known"
         self.kv.check_integrity(branch.table for branch in self.branches())
-
-
-def _all_launched(branch: Branch) -> bool:
-    """max_tokens is a count: the last token is known to be the last when it is launched."""
-    drawn = len(branch.token_ids) + branch.inflight - branch.num_prompt_tokens
-    limit = branch.request.sampling.max_tokens
-    return branch.inflight > 0 and limit is not None and drawn >= limit
-
-
-def _page_class(branch: Branch) -> PageClass:
-    if branch.num_computed_tokens < branch.num_prompt_tokens:
-        return PageClass.PROMPT
-    return PageClass.THINKING if branch.steering.phase is Phase.THINKING else PageClass.ANSWER
-
-
-def _sample_row(branch: Branch) -> SampleRow:
-    sampling = branch.request.sampling
-    position = len(branch.token_ids) + branch.inflight
-    drawn = position - branch.num_prompt_tokens
-    history = None
-    if branch.stale_counts and _counts_matter(branch):
-        history = (branch.token_ids[: branch.num_prompt_tokens], branch.output_ids)
-        branch.stale_counts = False
-    return SampleRow(
-        slot=branch.slot,
-        params=sampling,
-        seed=sampling.seed or 0,
-        branch=branch.index,
-        position=position,
-        ban_eos=branch.ban_eos,
-        forced_token=sampling.forced_tokens[drawn] if drawn < len(sampling.forced_tokens) else None,
-        history=history,
-    )
-
-
-def _counts_matter(branch: Branch) -> bool:
-    sampling = branch.request.sampling
-    return bool(
-        sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-    )

@@ -16,6 +16,7 @@ from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel, read_body
 from thinkfold.server.contract import Engine
 from thinkfold.server.fields import RequestFields, check_model
+from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.logprobs import TokenBytes, chat_logprobs
 from thinkfold.server.reply import Choice
@@ -137,7 +138,7 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         enable_thinking=thinking.template_switch,
         continue_final=body.continue_final_message,
         reasoning_effort=body.reasoning_effort,
-        limit=engine.model.max_model_len,
+        limit=engine.model.max_prompt_len,
     )
     job = Job(
         response_id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -148,5 +149,8 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         namespace=body.namespace,
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        fold=body.fold_params(),
+        events=body.wants_events,
+        names={**FIELD_NAMES, "prompt": "messages"},
     )
     return job, ChatShape(num_logprobs, engine.prompts.token_bytes)

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
-from thinkfold.errors import ParameterError
+from thinkfold.config import EngineConfig
+from thinkfold.errors import CapacityError, ParameterError
 from thinkfold.server.body import read_body
 from thinkfold.server.contract import Engine
 from thinkfold.server.fields import RequestFields, check_model
+from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.logprobs import TextPosition, TokenBytes, legacy_logprobs
 from thinkfold.server.reply import Choice
@@ -104,6 +106,7 @@ def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tup
     max_prompts = state.options.max_prompts
     if len(prompts) > max_prompts:
         raise ParameterError("prompt", f"at most {max_prompts} prompts a request, got {len(prompts)}")
+    _check_queue(engine.config, len(prompts), sampling.n)
     job = Job(
         response_id=f"cmpl-{uuid.uuid4().hex}",
         model=model,
@@ -113,12 +116,24 @@ def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tup
         namespace=body.namespace,
         stream=bool(body.stream),
         include_usage=body.include_usage,
+        fold=body.fold_params(),
+        events=body.wants_events,
+        names=FIELD_NAMES,
     )
     return job, CompletionShape(body.logprobs, engine.prompts.token_bytes)
 
 
+def _check_queue(config: EngineConfig, prompts: int, n: int) -> None:
+    """Refuse several prompts that even an idle engine could not take together."""
+    most = config.max_num_seqs + config.max_waiting
+    if prompts > 1 and prompts * n > most:
+        raise CapacityError(
+            "prompt", f"{prompts} prompts of {n} choices are {prompts * n} sequences; this engine takes {most} at once"
+        )
+
+
 def _encode(engine: Engine, prompt: str | list[int]) -> list[int]:
-    limit = engine.model.max_model_len
+    limit = engine.model.max_prompt_len
     ids = engine.prompts.encode_text(prompt, limit=limit) if isinstance(prompt, str) else prompt
     if not ids:
         raise ParameterError("prompt", "must hold at least one token")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from thinkfold.config import EngineConfig
@@ -13,7 +13,7 @@ from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.errors import EngineDeadError, ThinkfoldError
 from thinkfold.server.defaults import sampling_defaults
 from thinkfold.text.prompts import PromptRenderer
-from thinkfold.types import RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,11 @@ class Engine(Protocol):
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         thinking: ThinkingParams,
+        fold: FoldParams | None = None,
         *,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas; the last has `finished`. Closing the iterator aborts the request."""
         ...
 

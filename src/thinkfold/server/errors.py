@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -71,6 +72,12 @@ def _body(message: str, type_: str, param: str | None, code: str | None) -> dict
     clean = message.encode("utf-8", "replace").decode()
     param = param.encode("utf-8", "replace").decode() if param is not None else None
     return {"error": {"message": clean, "type": type_, "param": param, "code": code}}
+
+
+def renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
+    """The error with its field as the client wrote it; `names` has the first words of fields."""
+    head, dot, rest = error.field.partition(".")
+    return type(error)(f"{names[head]}{dot}{rest}", error.message) if head in names else error
 
 
 def install(app: FastAPI) -> None:

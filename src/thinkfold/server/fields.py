@@ -10,8 +10,9 @@ from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import ModelNotFoundError
+from thinkfold.server.folds import ThinkfoldFields
 from thinkfold.server.policy import ThinkingFields
-from thinkfold.types import SamplingParams
+from thinkfold.types import FoldParams, SamplingParams
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -44,6 +45,7 @@ class RequestFields(ThinkingFields):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    thinkfold: ThinkfoldFields | None = None
     # For the operator's own records; they change nothing here.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -54,6 +56,18 @@ class RequestFields(ThinkingFields):
         if self.stream_options is not None and not self.stream:
             raise ParameterError("stream_options", "needs stream: true")
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_events(self) -> bool:
+        """Whether a stream tells its folds. Raises ParameterError for events without a stream."""
+        wanted = bool(self.thinkfold and self.thinkfold.events)
+        if wanted and not self.stream:
+            raise ParameterError("thinkfold.events", "needs stream: true")
+        return wanted
+
+    def fold_params(self) -> FoldParams | None:
+        """What the request asks of folding. Raises ParameterError."""
+        return self.thinkfold.fold_params() if self.thinkfold else None
 
     @property
     def namespace(self) -> tuple[str, ...]:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from thinkfold.errors import RequestFailedError, ThinkfoldError
+from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
 from thinkfold.server.contract import Engine
-from thinkfold.server.errors import ClientGoneError, describe
+from thinkfold.server.errors import ClientGoneError, describe, renamed
 from thinkfold.server.feed import Feed
+from thinkfold.server.folds import EVENT, fold_data, log_fold
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.state import state_of
 from thinkfold.server.streaming import DONE, KEEP_ALIVE, EventStream, event
-from thinkfold.types import CompletionOutput, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import CompletionOutput, FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate, and how to send it."""
+    """What to generate, and how to send it. `events`: tell a stream's client each fold."""
 
     response_id: str
     model: str
@@ -59,6 +61,9 @@ class Job:
     namespace: tuple[str, ...]
     stream: bool
     include_usage: bool
+    fold: FoldParams | None = None
+    events: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields as the client knows them
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.response_id, "object": kind, "created": int(time.time()), "model": self.model}
@@ -83,11 +88,25 @@ async def respond(request: Request, engine: Engine, job: Job, shape: Shape) -> R
             await feed.close()
 
 
-def _generate(engine: Engine, job: Job, index: int) -> Any:
+async def _generate(engine: Engine, job: Job, index: int) -> AsyncGenerator[RequestOutput, None]:
     request_id = job.response_id if len(job.prompts) == 1 else f"{job.response_id}-{index}"
-    return engine.generate(
-        job.prompts[index], job.sampling, job.thinking, request_id=request_id, namespace=job.namespace
+    outputs = engine.generate(
+        job.prompts[index], job.sampling, job.thinking, job.fold, request_id=request_id, namespace=job.namespace
     )
+    async with aclosing(outputs):
+        try:
+            async for output in outputs:
+                yield output
+        except ParameterError as error:
+            raise renamed(error, job.names) from None
+
+
+def _folds(job: Job, choice: Choice, news: CompletionOutput) -> list[dict[str, Any]]:
+    """The folds of a choice's news as JSON, each with its line in the log."""
+    folds = [fold_data(choice.index, fold, choice.segments) for fold in news.folds]
+    for data in folds:
+        log_fold(job.response_id, data)
+    return folds
 
 
 async def _whole(feed: Feed, job: Job, shape: Shape, timer: RequestTimer) -> dict[str, Any]:
@@ -96,8 +115,8 @@ async def _whole(feed: Feed, job: Job, shape: Shape, timer: RequestTimer) -> dic
         item = await feed.next()
         if item is not None:
             timer.observe(item[1])
-            for _ in reply.add(*item):
-                pass
+            for choice, news in reply.add(*item):
+                _folds(job, choice, news)
     if reply.error is not None:
         raise RequestFailedError(reply.error)
     timer.finish(reply.longest)
@@ -150,6 +169,9 @@ class _Stream:
         for choice, news in self._reply.add(prompt, output):
             for delta in self._shape.deltas(choice, news):
                 yield self._chunk([delta])
+            for data in _folds(self._job, choice, news):
+                if self._job.events:
+                    yield self._chunk([], {"thinkfold": {"fold": data}}, EVENT)
             # The last choice's end waits for the request's, so that costs can go with it.
             if choice.finish_reason is not None and len(self._open) > 1 and choice.index in self._open:
                 self._open.discard(choice.index)
@@ -167,6 +189,6 @@ class _Stream:
         elif self._job.include_usage:
             yield self._chunk([], {"usage": self._reply.usage(), **thinkfold})
 
-    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
+    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None, name: str = "") -> bytes:
         usage = {"usage": None} if self._job.include_usage else {}
-        return event({**self._head, "choices": choices, **usage, **(more or {})})
+        return event({**self._head, "choices": choices, **usage, **(more or {})}, name)

@@ -34,6 +34,11 @@ _COUNTERS = {
     "thinking_tokens": "Tokens generated inside thinking",
     "answer_tokens": "Tokens generated outside thinking",
     "discarded_tokens": "Tokens generated and thrown away",
+    "folds": "Spans of thinking that were folded",
+    "folds_refused": "Spans of thinking that the gate kept raw",
+    "folded_tokens": "Thinking tokens whose KV was replaced by a summary",
+    "swaps": "Moves of KV to host memory",
+    "swapped_bytes": "Bytes of KV moved to host memory",
 }
 
 router = APIRouter()
@@ -115,6 +120,8 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield _labelled(finished, stats.requests_by_reason)
     ended = CounterMetricFamily("thinkfold_thinking_ends", "Why thinking ended", labels=["reason"])
     yield _labelled(ended, stats.thinking_by_reason)
+    rungs = CounterMetricFamily("thinkfold_pressure", "Rungs of the pressure ladder taken", labels=["rung"])
+    yield _labelled(rungs, stats.pressure)
 
 
 def _labelled(

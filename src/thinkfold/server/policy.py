@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
-from thinkfold.types import UNLIMITED, ThinkingParams, ThinkingPolicy
+from thinkfold.types import UNLIMITED, FoldPolicy, ThinkingParams, ThinkingPolicy
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -69,6 +69,6 @@ def _agreed(given: dict[str, Any]) -> Any:
     return given[names[0]] if names else None
 
 
-def echo(policy: ThinkingPolicy) -> dict[str, Any]:
+def echo(thinking: ThinkingPolicy, fold: FoldPolicy) -> dict[str, Any]:
     """The effective policy as the reply shows it; a null budget is no limit."""
-    return asdict(policy)
+    return {"thinking": asdict(thinking), "fold": asdict(fold)}

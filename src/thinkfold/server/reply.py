@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from thinkfold.server.folds import segment_states
 from thinkfold.server.policy import echo
 from thinkfold.types import (
     CompletionOutput,
     Costs,
     FinishReason,
+    Fold,
+    FoldPolicy,
     RequestOutput,
+    Segment,
     ThinkingEndReason,
     ThinkingPolicy,
     TokenLogprobs,
@@ -26,6 +30,8 @@ class Choice:
     reasoning_parts: list[str] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
     num_output_tokens: int = 0
     num_thinking_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -57,7 +63,7 @@ class Reply:
         self._keep_text = keep_text
         self._unfinished = num_prompts
         self._costs: dict[int, Costs] = {}
-        self._policy: ThinkingPolicy | None = None
+        self._policies: tuple[ThinkingPolicy, FoldPolicy] | None = None
         self.choices = [Choice(index) for index in range(num_prompts * n)]
         self.error: str | None = None
 
@@ -68,7 +74,7 @@ class Reply:
     def add(self, prompt: int, output: RequestOutput) -> Iterator[tuple[Choice, CompletionOutput]]:
         """Take in one output; yields each choice with its news."""
         self._costs[prompt] = output.costs
-        self._policy = output.policy
+        self._policies = output.policy, output.fold
         self.error = output.error or self.error
         self._unfinished -= output.finished
         for news in output.outputs:
@@ -81,6 +87,8 @@ class Reply:
             choice.reasoning_parts.append(news.reasoning)
             choice.text_parts.append(news.text)
             choice.logprobs += news.logprobs
+        choice.segments += news.segments
+        choice.folds += news.folds
         choice.num_output_tokens = news.num_output_tokens
         choice.num_thinking_tokens = news.num_thinking_tokens
         choice.finish_reason = news.finish_reason
@@ -101,7 +109,7 @@ class Reply:
         return total
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object; each prompt counts once, outputs add up."""
+        """OpenAI's usage object with ours in it; each prompt counts once, outputs add up."""
         costs = self.costs()
         completion = sum(choice.num_output_tokens for choice in self.choices)
         reasoning = sum(choice.num_thinking_tokens for choice in self.choices)
@@ -111,9 +119,36 @@ class Reply:
             "total_tokens": costs.prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": costs.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "thinkfold": three_costs(costs),
         }
 
     def thinkfold(self) -> dict[str, Any]:
-        """Our own object: the effective policy and the three costs."""
-        assert self._policy is not None
-        return {"thinking": echo(self._policy), "costs": asdict(self.costs())}
+        """Our own object: the effective policies and what became of segments."""
+        assert self._policies is not None
+        states = [state for c in self.choices for state in segment_states(c.index, c.segments, c.folds)]
+        return {"policy": echo(*self._policies), "segments": states}
+
+
+def three_costs(costs: Costs) -> dict[str, Any]:
+    """Tokens, KV memory and time (seconds), and what folding did."""
+    return {
+        "tokens": {
+            "prompt": costs.prompt_tokens,
+            "cached": costs.cached_tokens,
+            "computed_prompt": costs.computed_prompt_tokens,
+            "thinking": costs.thinking_tokens,
+            "answer": costs.answer_tokens,
+            "discarded": costs.discarded_tokens,
+            "recomputed": costs.recomputed_tokens,
+        },
+        "kv": {
+            "byte_seconds": costs.kv_byte_seconds,
+            "peak_entries": costs.kv_peak_entries,
+            "swapped_bytes": costs.swapped_bytes,
+            "preemptions": costs.preemptions,
+        },
+        "time": {name: getattr(costs, name) for name in ("queue_s", "prefill_s", "thinking_s", "answer_s")},
+        "folds": costs.folds,
+        "folds_refused": costs.folds_refused,
+        "folded_tokens": costs.folded_tokens,
+    }

@@ -13,9 +13,12 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def event(data: dict[str, Any]) -> bytes:
-    """One event. Its text may not hold lone surrogates, NaN or infinities."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+def event(data: dict[str, Any], name: str = "") -> bytes:
+    """One event, named if it is not an ordinary chunk. Its text may not hold lone surrogates, NaN or infinities."""
+    head = f"event: {name}\ndata: " if name else "data: "
+    return (
+        head.encode() + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    )
 
 
 class EventStream(Response):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.text.control_tokens import ControlTokens
-from thinkfold.text.messages import Markers, Message, normalize, parse_messages
+from thinkfold.text.messages import ROLES, Markers, Message, normalize, parse_messages
 from thinkfold.text.vocabulary import Vocabulary
 
 _CODE = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
@@ -58,6 +58,7 @@ class PromptRenderer:
         self._vocabulary = Vocabulary.from_tokenizer(tokenizer)
         self._longest_token = _longest_token(self._tokenizer)
         self._shows_calls, self._shows_results = self._shown_tool_parts()
+        self._named_roles = self._roles_with_names()
 
     @property
     def source(self) -> str:
@@ -104,6 +105,7 @@ class PromptRenderer:
         parsed = parse_messages(messages, self._markers)
         self._check_length("messages", sum(len((m.content or "").strip()) for m in parsed), limit)
         self._check_tool_parts(parsed)
+        self._check_names(parsed)
         prefill = parsed.pop() if parsed[-1].role == "assistant" else None
         if continue_final and prefill is None:
             raise ParameterError("continue_final_message", "needs an assistant message at the end")
@@ -165,6 +167,33 @@ class PromptRenderer:
         except ParameterError:
             return True, True  # a strict template: it refuses by itself what it cannot show
         return "ProbeCall" in rendered, "ProbeResult" in rendered
+
+    def _roles_with_names(self) -> frozenset[str]:
+        """Roles whose `name` the template writes into the prompt."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+        user = Message("user", "q")
+        before = {"assistant": [user], "tool": [user, Message("assistant", None, tool_calls=(call,))]}
+        shown: set[str] = set()
+        for role in ROLES:
+            named = Message(role, "text", name="ProbeName", tool_call_id="call00000" if role == "tool" else None)
+            chat = [*before.get(role, []), named] if role in ("user", "tool") else [*before.get(role, []), named, user]
+            try:
+                if "ProbeName" in self._render(chat, None, {}):
+                    shown.add(role)
+            except ParameterError:
+                shown.add(role)  # a strict template: it refuses by itself what it cannot show
+        return frozenset(shown)
+
+    def _check_names(self, messages: list[Message]) -> None:
+        for i, message in enumerate(messages):
+            if message.name is None:
+                continue
+            if message.role not in self._named_roles:
+                raise UnsupportedError(
+                    f"messages[{i}].name", f"this model's chat template shows no names of role {message.role}"
+                )
+            if message.role == "assistant" and i == len(messages) - 1:
+                raise UnsupportedError(f"messages[{i}].name", "the message that is continued cannot have a name")
 
     def _check_tool_parts(self, messages: list[Message]) -> None:
         for i, message in enumerate(messages):

@@ -1,0 +1,138 @@
+"""The kernel that reads KV: one tile of queries over one split of its raw entries or of its summaries.
+
+Split-KV decoding as in Flash-Decoding (arXiv 2311.01282), over pages; its partial results are joined by
+`triton_merge`.
+"""
+
+# A kernel that only compiles for a GPU looks to a type checker as if it never returned.
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from thinkfold.attention.triton_softmax import attend
+
+# A split reads at least this many entries, so that a short row is not cut into crumbs.
+MIN_SPLIT = 256
+_MIN_SPLIT = tl.constexpr(MIN_SPLIT)
+# Integers that differ from step to step: a kernel made for one value of them would be made again and again.
+_OF_A_STEP = ("table_width", "num_lines", "summary_width", "raw_splits", "num_splits")
+
+
+@triton.jit
+def _share(start, end, part, parts, BLOCK: tl.constexpr):
+    """Part `part` of `parts` of entries `[start, end)`, cut at multiples of BLOCK; may be empty."""
+    base = start // BLOCK * BLOCK
+    size = tl.maximum(tl.cdiv(tl.cdiv(end - base, parts), BLOCK) * BLOCK, _MIN_SPLIT)
+    low = base + part * size
+    return low, tl.minimum(low + size, end)
+
+
+@triton.jit
+def _queries(
+    q, tiles, head, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The tile's queries `[M, D]`, their numbers token * Hq + head `[M]`, which exist, and what each sees."""
+    padded: tl.constexpr = triton.next_power_of_2(GROUP)
+    lines = tl.arange(0, BLOCK_M)
+    token, lane = lines // padded, lines % padded
+    real = (token < tl.load(tiles + 2)) & (lane < GROUP)
+    number = (tl.load(tiles + 1) + token).to(tl.int64) * (NUM_HEADS * GROUP) + head * GROUP + lane
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    shown = real[:, None] & (dims[None, :] < HEAD_DIM)
+    rows = tl.load(q + number[:, None] * HEAD_DIM + dims[None, :], mask=shown, other=0.0)
+    return rows, number, real, tl.load(tiles + 3) + token
+
+
+@triton.jit
+def _raw(
+    table,
+    tile,
+    seen,
+    window,
+    part,
+    parts,
+    layer,
+    head,
+    NUM_LAYERS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The span of one part of the raw entries that the tile sees; `table` holds pages."""
+    first = tl.load(tile + 3)
+    start = tl.where(window > 0, tl.maximum(first - window, 0), 0)
+    low, high = _share(start, first + tl.load(tile + 2) - 1, part, parts, BLOCK_N)
+    oldest = tl.where(window > 0, seen - window, 0)
+    return table, NUM_LAYERS * NUM_HEADS, layer * NUM_HEADS + head, start, low, high, oldest, seen
+
+
+@triton.jit
+def _summary(table, length, seen, part, parts, BLOCK_N: tl.constexpr):
+    """The span of one part of a head's summaries, which all queries see; `table` holds head blocks."""
+    low, high = _share(0, length, part, parts, BLOCK_N)
+    return table, 1, 0, 0, low, high, tl.zeros_like(seen), tl.zeros_like(seen) + length
+
+
+@triton.jit(
+    do_not_specialize=[*_OF_A_STEP, "layer", "window", "with_bias"],
+    do_not_specialize_on_alignment=["page_table", "summary_rows", "summary_table", "summary_lens"],
+)
+def attend_splits(
+    q,
+    kv,
+    kv_scales,
+    bias,
+    tiles,
+    page_table,
+    summary_rows,
+    summary_table,
+    summary_lens,
+    out,
+    lse,
+    table_width,
+    num_lines,
+    summary_width,
+    layer,
+    scale,
+    window,
+    raw_splits,
+    num_splits,
+    with_bias,
+    NUM_LAYERS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Tile, KV head and split of the grid `[tiles, Hkv, splits]`: the first `raw_splits` read raw entries.
+
+    Writes out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not
+    written) of the tile's tokens. `scale` is to base 2, `window` 0 is none.
+    """
+    tile = tiles + tl.program_id(0).to(tl.int64) * 4
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    if tl.load(tile + 2) == 0:
+        return
+    row = tl.load(tile).to(tl.int64)
+    queries, numbers, real, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_M)
+    if split < raw_splits:
+        table = page_table + row * table_width
+        span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
+        parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, PAGE_SIZE, BLOCK_N, FP8, False)
+    else:
+        at = (layer * num_lines + tl.load(summary_rows + row)) * NUM_HEADS + head  # before the table for line -1
+        length = tl.load(summary_lens + at, mask=tl.load(summary_rows + row) >= 0, other=0)
+        table = summary_table + at * summary_width
+        span = _summary(table, length, seen, split - raw_splits, num_splits - raw_splits, BLOCK_N)
+        parts = attend(queries, span, kv, kv_scales, bias, scale, with_bias, HEAD_DIM, PAGE_SIZE, BLOCK_N, FP8, True)
+    largest, total, acc = parts
+    at = numbers * num_splits + split
+    tl.store(lse + at, tl.where(total == 0, -float("inf"), largest + tl.log2(total)), mask=real)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    shown = (real & (total != 0))[:, None] & (dims[None, :] < HEAD_DIM)
+    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=shown)

@@ -1,0 +1,170 @@
+"""`thinkfold calibrate`: count which heads need how many entries, and write the model's budget table for folds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from thinkfold.config import EngineConfig
+from thinkfold.errors import ParameterError, UnsupportedError
+from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets, write
+from thinkfold.fold.planner import FoldPlanner, Span
+from thinkfold.pebble import SUITES
+from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
+
+OFFSET = 1_000_000  # of the first problem, so that no problem of an eval is among them
+QUERIES = 64  # positions after a span, and as many of its past, that judge it
+FEWEST_TOKENS = 1024  # of a text
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `calibrate` to the command line."""
+    parser = subparsers.add_parser(
+        "calibrate", allow_abbrev=False, help="write a model's budget table for folds", description=__doc__
+    )
+    parser.add_argument("--model", default="pebble", help="folder or hub id (default: the embedded model)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--texts", type=Path, nargs="+", metavar="FILE", help="plain text, one text a file")
+    source.add_argument("--suite", choices=list(SUITES), help="the model's own greedy answers to problems of a suite")
+    parser.add_argument("-n", type=int, default=8, help="problems of the suite (default: 8)")
+    parser.add_argument("--offset", type=int, default=OFFSET, help=f"number of the first problem (default: {OFFSET})")
+    parser.add_argument("--profile", choices=list(FOLD_PROFILES), help="numbers of segments and folds")
+    parser.add_argument("--entries", type=int, help="entries a head for which all compete (default: the profile's)")
+    parser.add_argument("--conclusion", type=int, default=0, help="tokens that every head keeps first (default: 0)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="of a text or an answer (default: 8192)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--out", type=Path, required=True, help=f"file to write; the engine looks for {BUDGETS_FILE}")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One text as token ids, and the spans of it that would be folded."""
+
+    ids: list[int]
+    spans: list[Span]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read texts or write answers, count, and write the table. Raises ThinkfoldError."""
+    profile = args.profile or ("pebble" if args.model == "pebble" else "default")
+    entries = FOLD_PROFILES[profile].entries if args.entries is None else args.entries
+    policy = FoldPolicy(policy=FoldMode.EAGER, profile=profile, entries=entries)
+    _check(args, entries, policy)
+    samples = _texts(args, policy) if args.texts else asyncio.run(_answers(args, policy))
+    if not any(sample.spans for sample in samples):
+        raise ParameterError("texts" if args.texts else "suite", "nothing in it is long enough to be folded")
+    weights, folds = count(args, samples, entries)
+    origin = {
+        "model": Path(args.model).name,
+        "calibrated_on": f"{len(args.texts)} texts" if args.texts else f"{args.n} answers to {_suite(args)}",
+        "folds": folds,
+        "entries": entries,
+    }
+    write(args.out, weights, args.conclusion, origin)
+    FoldBudgets.load(args.out, len(weights), len(weights[0]))
+    least, most = min(map(min, weights)), max(map(max, weights))
+    print(f"{args.out}: {folds} folds; shares of heads from {least:.2f} to {most:.2f} of the mean", file=sys.stderr)
+    return 0
+
+
+def count(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> tuple[list[list[float]], int]:
+    """What the heads win `[layers][kv_heads]` when all compete for each span, mean 1, and the number of spans."""
+    import torch
+    from tqdm import tqdm
+
+    from thinkfold.cli.capture import read, use_tape
+    from thinkfold.fold.compaction import global_counts, importance, segment_share
+    from thinkfold.runner.attention_facts import attention_facts
+    from thinkfold.runner.folder import AHEAD
+    from thinkfold.runner.loader import load
+
+    loaded = load(_config(args))
+    inv_freq = attention_facts(loaded).inv_freq
+    if inv_freq is None:
+        raise UnsupportedError("model", "its queries cannot be turned ahead: its rope is not the plain one")
+    tape, won, folds = use_tape(loaded.model), torch.zeros(()), 0
+    for sample in tqdm(samples, unit="text", file=sys.stderr):
+        record = read(loaded.model, tape, sample.ids)
+        for span in sample.spans:
+            now = min(span.due, len(sample.ids))
+            late = torch.linspace(span.end, now - 1, min(QUERIES, now - span.end)).long()
+            past = torch.linspace(0, span.end - 1, QUERIES).long()
+            segments = record.segment(span.start, span.end, now, late, past, AHEAD, inv_freq)
+            size = min(entries, span.tokens)
+            first = min(args.conclusion, size)
+            counts = global_counts(importance(segments), segment_share(segments), size, first)[0]
+            won, folds = won + (counts - first).cpu(), folds + 1
+    mean = won.double().mean().clamp(min=1e-9)
+    return (won / mean).tolist(), folds
+
+
+def _texts(args: argparse.Namespace, policy: FoldPolicy) -> list[Sample]:
+    """Files as samples: stretches of the longest segment are cut behind the first page."""
+    from thinkfold.runner.loader import load_tokenizer
+
+    tokenizer, _, _ = load_tokenizer(_config(args))
+    samples = []
+    for path in args.texts:
+        try:
+            ids = tokenizer(path.read_text(encoding="utf-8"))["input_ids"][: args.max_tokens]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParameterError("texts", f"cannot read {path.name}: {error}") from error
+        if len(ids) < FEWEST_TOKENS:
+            raise ParameterError("texts", f"{path.name} has {len(ids)} tokens, {FEWEST_TOKENS} are needed")
+        size = policy.numbers.max_segment_tokens
+        samples.append(Sample(ids, _spans(policy, 1, range(size, len(ids), size))))
+    return samples
+
+
+async def _answers(args: argparse.Namespace, policy: FoldPolicy) -> list[Sample]:
+    """The model's own greedy answers as samples."""
+    from thinkfold.cli.evaluation import suite_questions
+    from thinkfold.cli.traces import cuts, write_traces
+    from thinkfold.engine.language import load_language
+
+    config = _config(args)
+    family = load_language(config).family
+    if family is None:
+        raise UnsupportedError("model", "it does not think: give --texts")
+    questions = [question.text for question in suite_questions(_suite(args), args.n, args.offset)]
+    traces = await write_traces(config, questions, args.max_tokens)
+    return [
+        Sample(trace.prompt + trace.output, _spans(policy, len(trace.prompt), cuts(family, trace, policy.numbers)[0]))
+        for trace in traces
+    ]
+
+
+def _spans(policy: FoldPolicy, prompt_tokens: int, ends: Sequence[int]) -> list[Span]:
+    """What the engine would fold of a text with segments that end there."""
+    planner = FoldPlanner(policy, EngineConfig().page_size, prompt_tokens)
+    planner.observe(ends, None)
+    return list(planner.spans)
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(model=args.model, device=args.device, dtype=args.dtype, fold_policy="off")
+
+
+def _suite(args: argparse.Namespace) -> str:
+    return args.suite or "long"
+
+
+def _check(args: argparse.Namespace, entries: int, policy: FoldPolicy) -> None:
+    shortest = policy.numbers.min_segment_tokens
+    for name, value, low, high in (
+        ("n", args.n, 1, 10_000),
+        ("offset", args.offset, 0, 2**31),
+        ("entries", entries, 1, shortest - 1),
+        ("conclusion", args.conclusion, 0, entries - 1),
+        ("max_tokens", args.max_tokens, FEWEST_TOKENS, 2**20),
+    ):
+        if not low <= value <= high:
+            raise ParameterError(name, f"must be in [{low}, {high}], got {value}")
+    if not args.out.parent.is_dir():
+        raise ParameterError("out", f"there is no folder {args.out.parent}")

@@ -1,0 +1,33 @@
+"""What one request can hold in the KV pool, alone: the bound that is known before it runs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from thinkfold.engine.messages import ModelInfo
+from thinkfold.errors import CapacityError
+from thinkfold.fold.planner import folded_entries
+from thinkfold.types import FoldMode, FoldPolicy
+
+
+def most_output_tokens(prompt_tokens: int, fold: FoldPolicy, model: ModelInfo) -> int:
+    """Output tokens that the model's length and the pool allow; with folding the pool holds more than its entries.
+
+    Raises CapacityError with both numbers if there is room for none.
+    """
+    if prompt_tokens >= model.max_prompt_len:
+        raise CapacityError(
+            "prompt",
+            f"{prompt_tokens} tokens leave no room for an answer: this engine holds {model.max_prompt_len} "
+            f"(the smaller of the model's length and the KV pool of {model.num_pages} pages of {model.page_size})",
+        )
+    room = model.max_model_len - prompt_tokens
+    if fold.policy is FoldMode.OFF:
+        return min(room, model.kv_capacity - prompt_tokens)
+
+    numbers = fold.numbers
+
+    def peak(output_tokens: int) -> float:
+        return folded_entries(numbers, output_tokens, prompt_tokens + output_tokens)
+
+    return max(1, bisect_right(range(room + 1), model.kv_capacity, key=peak) - 1)

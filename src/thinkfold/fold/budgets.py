@@ -1,0 +1,119 @@
+"""How many entries each head gets in a fold: a model's calibrated table, or the same number for all. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from thinkfold.errors import ParameterError
+
+BUDGETS_FILE = "fold_budgets.json"  # beside the model
+FIELD = "fold_budgets"  # what errors name
+
+
+@dataclass(frozen=True, slots=True)
+class FoldBudgets:
+    """The budget table of one model; a head is numbered `layer * kv_heads + kv_head`.
+
+    `weights` say how the entries of a fold are shared out, one number a head, mean 1; empty without a table.
+    `conclusion` entries go to every head before that, where the budget holds them.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    weights: tuple[float, ...] = ()
+    conclusion: int = 0
+
+    @classmethod
+    def load(cls, path: Path | None, num_layers: int, num_kv_heads: int) -> FoldBudgets:
+        """The table in a file as `write` makes it; None gives every head the same.
+
+        Raises ParameterError for a file that cannot be read, is no table, or is that of a model of another shape.
+        """
+        if path is None:
+            return cls(num_layers, num_kv_heads)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ParameterError(FIELD, f"cannot read {path.name}: {error}") from error
+        weights, conclusion = _table(found, path.name)
+        if (len(weights), {len(layer) for layer in weights}) != (num_layers, {num_kv_heads}):
+            shape = f"{len(weights)} layers of {' or '.join(str(len(layer)) for layer in weights[:1])} KV heads"
+            raise ParameterError(FIELD, f"{path.name} is for {shape}, the model has {num_layers} of {num_kv_heads}")
+        return cls(num_layers, num_kv_heads, tuple(w for layer in weights for w in layer), conclusion)
+
+    @property
+    def calibrated(self) -> bool:
+        """False where every head gets the same for want of a table."""
+        return bool(self.weights)
+
+    def counts(self, entries: int, tokens: int, page_size: int) -> list[int]:
+        """Entries of each head in a fold of `tokens` tokens to `entries` a head on average, never more than that.
+
+        By the table in whole head blocks of `page_size` entries, and in no head more of them than `tokens` fill;
+        without one exactly `min(entries, tokens)` in every head.
+        """
+        heads = self.num_layers * self.num_kv_heads
+        if not self.calibrated:
+            return [min(entries, tokens)] * heads
+        cap = tokens // page_size
+        blocks = min(entries * heads // page_size, cap * heads)
+        first = min(-(-self.conclusion // page_size), cap)
+        if blocks < first * heads:
+            first = 0
+        shared = apportion(self.weights, blocks - first * heads, cap - first)
+        return [(first + given) * page_size for given in shared]
+
+
+def apportion(weights: Sequence[float], blocks: int, cap: int) -> list[int]:
+    """`blocks` whole blocks in proportion to `weights`, at most `cap` to each, by largest remainder.
+
+    What the full ones cannot take goes to the others in proportion. `blocks` must fit.
+    """
+    wanted, left, open_heads = [0.0] * len(weights), float(blocks), list(range(len(weights)))
+    while open_heads:
+        total = sum(weights[i] for i in open_heads)
+        for i in open_heads:
+            wanted[i] = left * weights[i] / total if total else left / len(open_heads)
+        full = [i for i in open_heads if wanted[i] >= cap]
+        if not full:
+            break
+        for i in full:
+            wanted[i] = float(cap)
+        left -= cap * len(full)
+        open_heads = [i for i in open_heads if wanted[i] < cap]
+    given = [int(w + 1e-9) for w in wanted]
+    rest = blocks - sum(given)
+    for i in sorted(open_heads, key=lambda i: (given[i] - wanted[i], i))[:rest]:
+        given[i] += 1
+    return given
+
+
+def write(path: Path, weights: Sequence[Sequence[float]], conclusion: int, origin: dict[str, Any]) -> None:
+    """Write a table `[layers][kv_heads]`, scaled to mean 1; `origin` says of which model and from what it was counted.
+
+    Raises ParameterError for weights that are no table.
+    """
+    scale = sum(map(len, weights)) / (sum(map(sum, weights)) or 1.0)
+    layers = [[round(w * scale, 3) for w in layer] for layer in weights]
+    _table({"conclusion": conclusion, "weights": layers}, path.name)
+    head = json.dumps({**origin, "conclusion": conclusion}, indent=1)[:-2]
+    lines = ",\n  ".join(json.dumps(layer) for layer in layers)
+    path.write_text(f'{head},\n "weights": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def _table(found: Any, name: str) -> tuple[list[list[float]], int]:
+    layers = found.get("weights") if isinstance(found, dict) else None
+    conclusion = found.get("conclusion") if isinstance(found, dict) else None
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) and layer for layer in layers):
+        raise ParameterError(FIELD, f"{name} holds no weights by layer and KV head")
+    numbers = [w for layer in layers for w in layer]
+    if not all(type(w) in (int, float) and isfinite(w) and w >= 0 for w in numbers) or not sum(numbers):
+        raise ParameterError(FIELD, f"{name}: weights must be finite, not negative and not all 0")
+    if type(conclusion) is not int or conclusion < 0:
+        raise ParameterError(FIELD, f"{name}: conclusion must be a number of entries, got {conclusion!r}")
+    return layers, conclusion

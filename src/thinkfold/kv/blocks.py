@@ -1,0 +1,135 @@
+"""Head blocks lent one by one out of pages of class `summary`, with reference counts.
+
+A block is a place of `page_size` entries of one KV head of one layer; block id = page * num_heads
++ index. Any head of any branch may hold any block of an open page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from thinkfold.kv.pages import PageClass, PagePool
+from thinkfold.kv.quarantine import Quarantine
+
+
+@dataclass(slots=True, eq=False)
+class _OpenPage:
+    page: int
+    refs: list[int]  # of each of its blocks
+    free: list[int]
+    lent: int = 0  # blocks that somebody holds
+    last_read: int = -1  # the last step that may use a block released so far
+
+
+class HeadBlocks:
+    """Head blocks of pages that are opened as they are needed and given back when empty.
+
+    A released block is quarantined like a page: it is lent again only when the last step
+    launched before its release has finished.
+    """
+
+    def __init__(self, pool: PagePool, num_heads: int) -> None:
+        self._pool = pool
+        self._num_heads = num_heads
+        self._pages: dict[int, _OpenPage] = {}
+        self._quarantine: Quarantine[tuple[_OpenPage, int]] = Quarantine()
+        self._num_free = 0  # blocks that open pages can lend now
+
+    def pages(self) -> Iterator[int]:
+        """All open pages."""
+        return iter(self._pages)
+
+    def refs(self, block: int) -> int:
+        """How many hold a lent block."""
+        page, index = divmod(block, self._num_heads)
+        return self._pages[page].refs[index]
+
+    def pages_for(self, blocks: int) -> int:
+        """Pages that `blocks` blocks fill."""
+        return -(-blocks // self._num_heads)
+
+    def pages_needed(self, count: int) -> int:
+        """Pages that `allocate(count)` would open."""
+        return self.pages_for(max(0, count - self._num_free))
+
+    def allocate(self, count: int) -> list[int]:
+        """Lend `count` blocks, of the fullest open pages first, so that the others run empty.
+
+        Raises IndexError if the pool has not the pages that `pages_needed` says.
+        """
+        open_pages = [p for p in self._pages.values() if p.free] if count else []
+        open_pages.sort(key=lambda p: (len(p.free), p.page))
+        for _ in range(self.pages_needed(count)):
+            open_pages.append(self._open())
+        blocks: list[int] = []
+        for page in open_pages:
+            taken = min(count - len(blocks), len(page.free))
+            for _ in range(taken):
+                index = page.free.pop()
+                page.refs[index] = 1
+                blocks.append(page.page * self._num_heads + index)
+            page.lent += taken
+        self._num_free -= count
+        return blocks
+
+    def retain(self, block: int) -> None:
+        """Add a holder to a block that somebody holds already."""
+        page, index = divmod(block, self._num_heads)
+        assert self._pages[page].refs[index] > 0, f"block {block} is not lent"
+        self._pages[page].refs[index] += 1
+
+    def release(self, block: int, after_step: int) -> None:
+        """Drop one reference; the block can be lent again once `after_step` has finished."""
+        number, index = divmod(block, self._num_heads)
+        page = self._pages[number]
+        page.refs[index] -= 1
+        if page.refs[index] > 0:
+            return
+        page.lent -= 1
+        page.last_read = max(page.last_read, after_step)
+        if page.lent == 0:
+            self._close(page)
+        elif not self._quarantine.hold((page, index), after_step):
+            self._lendable(page, index)
+
+    def finish_step(self, step: int) -> None:
+        """`step` has finished on the device: what waited for it can be lent again."""
+        for page, index in self._quarantine.finish_step(step):
+            if self._pages.get(page.page) is page:  # else it went back to the pool meanwhile
+                self._lendable(page, index)
+
+    def _open(self) -> _OpenPage:
+        number = self._pool.allocate(PageClass.SUMMARY)
+        count = self._num_heads
+        page = self._pages[number] = _OpenPage(number, [0] * count, list(range(count - 1, -1, -1)))
+        self._num_free += count
+        return page
+
+    def _close(self, page: _OpenPage) -> None:
+        """The pool keeps the page in quarantine for its blocks."""
+        del self._pages[page.page]
+        self._num_free -= len(page.free)
+        self._pool.release(page.page, page.last_read)
+
+    def _lendable(self, page: _OpenPage, index: int) -> None:
+        page.free.append(index)
+        self._num_free += 1
+
+    def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless references equal the blocks listed by all holders."""
+        held = Counter(block for blocks in holders for block in blocks)
+        waiting = Counter(page.page for page, _ in self._quarantine if self._pages.get(page.page) is page)
+        for number, page in self._pages.items():
+            assert page.page == number and page.lent > 0, f"page {number} is open and lends nothing"
+            assert page.lent == sum(refs > 0 for refs in page.refs), f"page {number} miscounts what it lent"
+            assert len(set(page.free)) == len(page.free), f"page {number} has a block free twice"
+            assert all(page.refs[index] == 0 for index in page.free), f"page {number} has a lent block free"
+            lost = self._num_heads - page.lent - len(page.free) - waiting[number]
+            assert lost == 0, f"page {number} has lost {lost} blocks"
+            for index, refs in enumerate(page.refs):
+                block = number * self._num_heads + index
+                assert refs == held.pop(block, 0), f"block {block}: {refs} references, not as many holders"
+        assert not held, f"blocks {sorted(held)} are held and belong to no open page"
+        assert self._num_free == sum(len(p.free) for p in self._pages.values()), "free blocks are miscounted"

@@ -1,0 +1,64 @@
+"""How a fold makes a branch's summary longer: the arithmetic of head blocks, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from thinkfold.kv.summary import SummaryGrowth, SummaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthPlan:
+    """What `counts[h]` more entries in each head h of `summary` take.
+
+    `new[h]` blocks are appended; where `copied[h]`, the head's partly filled last block is
+    somebody else's too and is copied first.
+    """
+
+    summary: SummaryTable
+    page_size: int
+    counts: list[int]
+    new: list[int]
+    copied: list[bool]
+
+    @classmethod
+    def of(cls, summary: SummaryTable, counts: Sequence[int], page_size: int, refs: Callable[[int], int]) -> GrowthPlan:
+        """`refs` says how many hold a block."""
+        starts = summary.lengths or [0] * len(counts)
+        new, copied = [], []
+        for head, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            new.append(-(-(start + count) // page_size) + (-start // page_size))
+            partial = count > 0 and start % page_size > 0
+            copied.append(partial and refs(summary.blocks[head][-1]) > 1)
+        return cls(summary, page_size, list(counts), new, copied)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self.new) + sum(self.copied)
+
+    def grow(self, blocks: Iterable[int]) -> tuple[SummaryTable, SummaryGrowth]:
+        """The longer summary, with `num_blocks` fresh blocks; lists of the old one stay as they are."""
+        heads = range(len(self.counts))
+        starts = self.summary.lengths or [0 for _ in heads]
+        held = self.summary.blocks or [[] for _ in heads]
+        growth = SummaryGrowth(self.counts, starts, [])
+        fresh, lists = iter(blocks), []
+        for head in heads:
+            kept = held[head]
+            if self.copied[head]:
+                growth.copies.append((head, kept[-1], next(fresh)))
+                kept = [*kept[:-1], growth.copies[-1][2]]
+            growth.new_blocks.append([next(fresh) for _ in range(self.new[head])])
+            lists.append(kept + growth.new_blocks[-1])
+        return SummaryTable(lists, [starts[head] + self.counts[head] for head in heads]), growth
+
+
+def written_blocks(summary: SummaryTable, growth: SummaryGrowth, page_size: int) -> list[int]:
+    """Head blocks of the grown `summary` that get entries of `growth`."""
+    return [
+        block
+        for blocks, start, count in zip(summary.blocks, growth.starts, growth.counts, strict=True)
+        if count > 0
+        for block in blocks[start // page_size :]
+    ]

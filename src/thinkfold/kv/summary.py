@@ -1,0 +1,41 @@
+"""One branch's summaries as plain integers: which head blocks, how many entries. No torch.
+
+A head is a (layer, KV head) pair, numbered `layer * kv_heads + kv_head`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class SummaryTable:
+    """All summary entries of a branch: per head its head blocks in order and the entries they hold.
+
+    Entries of later folds follow those of earlier ones without a gap, so only a head's last
+    block can be partly filled.
+    """
+
+    blocks: list[list[int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def mean_entries(self) -> float:
+        """Entries a head, mean over layers and heads; comparable with raw entries."""
+        return sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryGrowth:
+    """How one fold makes a summary table longer, one item a head.
+
+    Entry i of a fold in head h is stored at entry `starts[h] + i` of that head, for i below
+    `counts[h]`. `new_blocks[h]` are appended to the head's blocks; where the head's last block
+    was shared and partly filled, `copies` holds (head, source, target) and the target has taken the
+    source's place at index `starts[h] // page_size`.
+    """
+
+    counts: list[int]
+    starts: list[int]
+    new_blocks: list[list[int]]
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # (head, source, target)

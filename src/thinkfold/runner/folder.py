@@ -1,0 +1,163 @@
+"""Folding on the device: judge a span, keep the choice, write it behind the slot's earlier summaries.
+
+It knows no branch and no page's owner; how entries are chosen is the business of `thinkfold.fold`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinkfold.fold import gate, selectors
+from thinkfold.fold.budgets import FoldBudgets
+from thinkfold.fold.compaction import rotate, segment_share
+from thinkfold.fold.segments import Segments, Summary
+from thinkfold.runner.attention_facts import AttentionFacts
+from thinkfold.runner.query_store import QueryStore
+from thinkfold.runner.storage import KVStorage
+from thinkfold.runner.summary_tables import SummaryTables
+from thinkfold.runner.transfer import to_device
+from thinkfold.scheduler.output import FoldCommit, FoldPrepare
+
+AHEAD = (256, 768)  # queries of the past are turned to so many positions after the newest, in turn
+HELD_OUT = 3  # the newest of so many late positions judge the fold and have no part in it
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A summary that waits: what stays, and how many entries that is in each head."""
+
+    summary: Summary
+    counts: list[int]
+
+
+class Folder:
+    """Prepares and commits folds of one KV storage. Everything is a function of the fold's own span and queries."""
+
+    def __init__(
+        self,
+        storage: KVStorage,
+        tables: SummaryTables,
+        queries: QueryStore,
+        budgets: FoldBudgets,
+        facts: AttentionFacts,
+    ) -> None:
+        self._storage = storage
+        self._tables = tables
+        self._queries = queries
+        self._budgets = budgets
+        self._facts = facts
+        self._prepared: dict[int, _Prepared] = {}
+
+    def prepare(self, work: FoldPrepare, now: int | None) -> Tensor:
+        """Choose what stays of a span and keep it under `fold_id`; the gate's estimate as a 0-d tensor.
+
+        `now` is the logical position that the slot computes next, None where that is not known.
+        """
+        (pages,) = to_device([work.pages], self._storage.tensor.device)
+        keys, values = self._storage.read_span(pages)
+        layers, heads, tokens, _ = keys.shape
+        page_size = tokens // len(work.pages)
+        counts = self._budgets.counts(work.entries, tokens, page_size)
+        positions = self._queries.positions(work.slot, now)
+        chosen_by, judged_by = self._segments(work, positions, keys, values) if positions else self._alone(keys, values)
+        budget = torch.tensor(counts).view(layers, heads)
+        summary = selectors.create(work.selector).select(chosen_by, budget)
+        kept = counts if summary.pooled is not None or summary.indices.shape[-1] else [0] * len(counts)
+        self._prepared[work.fold_id] = _Prepared(summary, kept)
+        return gate.estimate(judged_by, summary)[0]
+
+    def drop(self, fold_id: int) -> None:
+        """Forget a prepared fold, if there is one."""
+        self._prepared.pop(fold_id, None)
+
+    def commit(self, work: FoldCommit) -> None:
+        """Write a prepared fold into its head blocks and lengthen the slot's tables.
+
+        Raises ValueError where the blocks are for another number of entries than were prepared.
+        """
+        prepared, growth = self._prepared.pop(work.fold_id), work.growth
+        if growth.counts != prepared.counts:
+            raise ValueError(f"fold {work.fold_id}: blocks for {growth.counts} entries, {prepared.counts} are prepared")
+        if growth.copies:
+            self._storage.copy_blocks([(source, target) for _, source, target in growth.copies])
+        self._tables.grow(work)
+        if any(growth.counts):
+            self._write(work, prepared.summary)
+
+    def _write(self, work: FoldCommit, summary: Summary) -> None:
+        """Exact entries of each head first, then pooled ones with their β."""
+        counts, starts = np.array(work.growth.counts), np.array(work.growth.starts)
+        by_head = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(by_head)) - np.repeat(np.cumsum(counts) - counts, counts)
+        storage = self._storage
+        arrays = [by_head, number, np.repeat(starts, counts) + number, work.pages]
+        heads, numbers, places, pages = to_device(arrays, storage.tensor.device)
+        targets = self._tables.entry_ids(work.slot, heads, places)
+        indices = summary.indices[0].flatten(0, 1)
+        if summary.pooled is None:
+            storage.write(targets, storage.read(storage.token_ids(pages, heads, indices[heads, numbers])))
+            return
+        storage.need_bias()
+        exact = (indices >= 0).sum(-1)[heads]  # [n], of each entry's head
+        pooled = summary.pooled
+        which = (numbers - exact).clamp(min=0, max=pooled.bias.shape[-1] - 1)
+        keys, values, bias = (part[0].flatten(0, 1)[heads, which] for part in (pooled.keys, pooled.values, pooled.bias))
+        stored = storage.encode(keys, values)
+        if indices.shape[-1]:
+            tokens = indices[heads, numbers.clamp(max=indices.shape[-1] - 1)].clamp(min=0)
+            stored = stored.replaced(numbers < exact, storage.read(storage.token_ids(pages, heads, tokens)))
+            bias = bias.masked_fill(numbers < exact, 0.0)
+        storage.write(targets, stored, bias)
+
+    def _segments(
+        self, work: FoldPrepare, positions: list[int], keys: Tensor, values: Tensor
+    ) -> tuple[Segments, Segments]:
+        """The span as the selector sees it, and with the queries that are held out for the gate.
+
+        Late positions judge; where there are none yet, the newest ones that there are. The past
+        is what came before them, turned ahead; its share of the softmax is unknown and taken to
+        be the mean share of the late rows that the selector sees.
+        """
+        late = [p for p in positions if p >= work.end] or positions[-HELD_OUT * 4 :]
+        past = [p for p in positions if p < late[0]]
+        apart = len(late) // HELD_OUT
+        seen, held = (late[:-apart], late[-apart:]) if apart else (late, late)
+        facts, raw = self._facts, (keys[None], values[None])
+        rows, lse = self._rows(work.slot, seen, keys)
+        group = rows.shape[3] // len(seen)
+        known = Segments(*raw, rows, lse, late=len(seen), group=group, scale=facts.scale)
+        rows, lse = self._rows(work.slot, held, keys)
+        judge = Segments(*raw, rows, lse, late=len(held), group=group, scale=facts.scale)
+        if not past or facts.inv_freq is None:
+            return known, judge
+        rows, _ = self._rows(work.slot, past, keys)
+        turns = [late[-1] + AHEAD[i % len(AHEAD)] - position for i, position in enumerate(past) for _ in range(group)]
+        (shift,) = to_device([turns], keys.device)
+        rows = rotate(rows, shift, facts.inv_freq)
+        own = (rows @ keys[None].transpose(-1, -2) * facts.scale).logsumexp(-1)
+        lse = own - segment_share(known).mean(-1, keepdim=True).log()
+        queries, lses = torch.cat((known.queries, rows), 3), torch.cat((known.context_lse, lse), 3)
+        return Segments(*raw, queries, lses, late=len(seen), group=group, scale=facts.scale), judge
+
+    def _alone(self, keys: Tensor, values: Tensor) -> tuple[Segments, Segments]:
+        """Where no query was kept at all, the span's newest keys stand in for queries that see nothing but the span."""
+        rows = keys[None, :, :, -HELD_OUT * 4 :]
+        lse = (rows @ keys[None].transpose(-1, -2) * self._facts.scale).logsumexp(-1)
+        stand_in = Segments(keys[None], values[None], rows, lse, late=rows.shape[3], group=1, scale=self._facts.scale)
+        return stand_in, stand_in
+
+    def _rows(self, slot: int, positions: list[int], keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Kept queries as rows `[1, L, Hkv, n · group, D]` and their LSE.
+
+        A layer with a window does not see the span: its LSE is inf, so the span's share is 0.
+        """
+        queries, lse = self._queries.read(slot, positions)
+        heads = keys.shape[1]
+        rows = queries.to(keys.dtype).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
+        lses = lse.to(keys.dtype).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
+        lses = lses.masked_fill(self._facts.windowed[:, None, None], torch.inf)
+        return rows[None], lses[None]

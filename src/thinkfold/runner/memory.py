@@ -1,0 +1,100 @@
+"""All memory of the branches on one device, and the memory work of a step in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinkfold.config import EngineConfig
+from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
+from thinkfold.runner.attention_facts import attention_facts
+from thinkfold.runner.folder import Folder
+from thinkfold.runner.loader import LoadedModel
+from thinkfold.runner.query_store import QueryStore
+from thinkfold.runner.storage import KVStorage
+from thinkfold.runner.summary_tables import SummaryTables
+from thinkfold.scheduler.output import MemoryWork
+
+
+class DeviceMemory:
+    """KV pages, summary tables and kept queries of one device, and what folds do between them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        budgets: FoldBudgets,
+        max_model_len: int,
+        num_pages: int,
+        host_pages: int = 0,
+    ) -> None:
+        layers, heads, page_size = loaded.num_layers, loaded.num_kv_heads, config.page_size
+        device, slots = loaded.device, config.max_num_seqs
+        dtype = kv_dtype(config, loaded)
+        self.storage = KVStorage(num_pages, layers, heads, page_size, loaded.head_dim, dtype, device, host_pages)
+        self.tables = SummaryTables(slots, layers, heads, page_size, -(-max_model_len // page_size), device)
+        self.queries = QueryStore(slots, layers, loaded.num_heads, loaded.head_dim, loaded.dtype, device)
+        self._folder = Folder(self.storage, self.tables, self.queries, budgets, attention_facts(loaded))
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes that the first fold will allocate on the device beside the pool."""
+        return self.queries.nbytes + self.tables.nbytes
+
+    def execute(self, work: MemoryWork, now: Mapping[int, int]) -> list[tuple[int, Tensor]]:
+        """Do a step's memory work; `now` gives the logical position that a slot's row computes next.
+
+        Returns (fold id, estimated error, 0-d) of the prepared folds.
+        """
+        if work.queries_out or work.swap_out or work.blocks_out:
+            self._leave(work)
+        for fold_id in work.dropped:
+            self._folder.drop(fold_id)
+        for commit in work.commits:
+            self._folder.commit(commit)
+        if work.copies:
+            self.storage.copy_pages(work.copies)
+        if work.swap_in:
+            self.storage.pages_in(work.swap_in)
+        if work.blocks_in:
+            self.storage.blocks_in(work.blocks_in)
+        for slot, blocks, lengths in work.summaries:
+            self.tables.set(slot, blocks, lengths)
+            self.queries.forget(slot)
+        for source, target in work.forks:
+            self.queries.fork(source, target)
+        for key, slot in work.queries_in:
+            self.queries.restore(key, slot)
+        for key in work.queries_dropped:
+            self.queries.discard(key)
+        return [(p.fold_id, self._folder.prepare(p, now.get(p.slot))) for p in work.prepares]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless summary tables and kept queries are sound. Waits for a GPU."""
+        self.tables.check_integrity()
+        self.queries.check_integrity()
+
+    def _leave(self, work: MemoryWork) -> None:
+        for slot, key in work.queries_out:
+            self.queries.save(slot, key)
+        if work.swap_out:
+            self.storage.pages_out(work.swap_out)
+        if work.blocks_out:
+            self.storage.blocks_out(work.blocks_out)
+
+
+def kv_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
+    """What keys and values are stored as."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else loaded.dtype
+
+
+def fold_budgets(loaded: LoadedModel) -> FoldBudgets:
+    """The budget table that lies beside the model, else a uniform one.
+
+    Raises ParameterError for a table that is broken or another model's.
+    """
+    beside = Path(loaded.model.name_or_path or "") / BUDGETS_FILE
+    return FoldBudgets.load(beside if beside.is_file() else None, loaded.num_layers, loaded.num_kv_heads)

@@ -1,0 +1,125 @@
+"""The slots' summary tables on the device: which head blocks a branch's summaries lie in, and how many entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinkfold.runner.transfer import to_device
+from thinkfold.scheduler.output import FoldCommit
+
+
+class SummaryTables:
+    """`table` `[L, N, Hkv, S]` int32 head blocks and `lens` `[L, N, Hkv]` int32 entries of N slots.
+
+    N is 0 until there is a summary. On a GPU S is `max_blocks` from the first summary on, since
+    shapes there are fixed; on a CPU it doubles when it must. A tensor that grows is replaced.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_layers: int,
+        num_kv_heads: int,
+        page_size: int,
+        max_blocks: int,
+        device: torch.device,
+    ) -> None:
+        self._num_slots = num_slots
+        self._heads = (num_layers, num_kv_heads)
+        self._page_size = page_size
+        self._device = device
+        self._first_width = max_blocks if device.type == "cuda" else 8
+        self._used: set[int] = set()
+        self.table = self._zeros(num_layers, 0, num_kv_heads, 0)
+        self.lens = self._zeros(num_layers, 0, num_kv_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables when they are first needed."""
+        layers, heads = self._heads
+        return layers * heads * self._num_slots * (self._first_width + 1) * torch.int32.itemsize
+
+    def rows(self, slots: Sequence[int]) -> list[int]:
+        """The line that each slot's row reads; -1 where it has no summary."""
+        return [slot if slot in self._used else -1 for slot in slots]
+
+    def set(self, slot: int, blocks: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        """Replace a slot's tables; a list of blocks and a number of entries a head, or nothing at all."""
+        had = slot in self._used
+        self._used.discard(slot)
+        if any(lengths):
+            self._used.add(slot)
+            counts = np.array([len(b) for b in blocks], dtype=np.int64)
+            numbers = np.array([b for head in blocks for b in head], dtype=np.int64)
+            self._put(slot, np.zeros_like(counts), counts, numbers)
+            (entries,) = to_device([np.reshape(lengths, self._heads)], self._device)
+            self.lens[:, slot] = entries.int()
+        elif had:
+            self.lens[:, slot] = 0
+
+    def grow(self, commit: FoldCommit) -> None:
+        """Append a fold's blocks and put copies in the place of their sources; entries are counted, not written."""
+        growth, slot, page = commit.growth, commit.slot, self._page_size
+        if not any(growth.counts):
+            return
+        starts = np.array(growth.starts, dtype=np.int64)
+        if slot not in self._used and starts.any():
+            raise ValueError(f"slot {slot} has no summary that the fold could follow")
+        self._used.add(slot)
+        counts = np.array([len(b) for b in growth.new_blocks], dtype=np.int64)
+        self._put(slot, -(-starts // page), counts, np.array([b for head in growth.new_blocks for b in head], np.int64))
+        if growth.copies:
+            heads = np.array([head for head, _, _ in growth.copies])
+            self._write(slot, heads, starts[heads] // page, np.array([target for _, _, target in growth.copies]))
+        (entries,) = to_device([(starts + np.array(growth.counts)).reshape(self._heads)], self._device)
+        self.lens[:, slot] = entries.int()
+
+    def entry_ids(self, slot: int, heads: Tensor, numbers: Tensor) -> Tensor:
+        """Entry ids in memory of entries by head and number, int64 `[n]` each."""
+        layer = torch.div(heads, self._heads[1], rounding_mode="floor")
+        column = torch.div(numbers, self._page_size, rounding_mode="floor")
+        blocks = self.table[layer, slot, heads - layer * self._heads[1], column].long()
+        return blocks * self._page_size + numbers - column * self._page_size
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless lengths fit the tables and only slots in use have entries. Waits for a GPU."""
+        lens = self.lens.cpu()
+        room = self.table.shape[3] * self._page_size
+        assert not lens.numel() or 0 <= int(lens.min()) <= int(lens.max()) <= room, "entries without a block"
+        holding = {slot for slot in range(lens.shape[1]) if lens[:, slot].any()}
+        assert holding == self._used, f"slots {sorted(holding ^ self._used)} are in use by one account only"
+
+    def _put(self, slot: int, first: np.ndarray, counts: np.ndarray, blocks: np.ndarray) -> None:
+        """Write `counts[h]` blocks of each head, one head after the other, from column `first[h]` on."""
+        heads = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(heads)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._widen(int((first + counts).max()))
+        self._write(slot, heads, np.repeat(first, counts) + place, blocks)
+
+    def _write(self, slot: int, heads: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
+        head, column, block = to_device([heads, columns, blocks], self._device)
+        layer = torch.div(head, self._heads[1], rounding_mode="floor")
+        self.table[layer, slot, head - layer * self._heads[1], column] = block.int()
+
+    def _widen(self, columns: int) -> None:
+        width = self.table.shape[3]
+        if self.table.shape[1] and columns <= width:
+            return
+        wanted = max(width, self._first_width)
+        while wanted < columns:
+            wanted *= 2
+        layers, heads = self._heads
+        table = self._zeros(layers, self._num_slots, heads, wanted)
+        if self.table.shape[1]:
+            table[..., :width] = self.table
+        else:
+            self.lens = self._zeros(layers, self._num_slots, heads)
+        self.table = table
+
+    def _zeros(self, *shape: int) -> Tensor:
+        with torch.inference_mode(False):  # changes in place must count: readers compare versions
+            return torch.zeros(shape, dtype=torch.int32, device=self._device)

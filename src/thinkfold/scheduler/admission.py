@@ -1,0 +1,240 @@
+"""Whether one more branch may start: the batch is looked at until the last predicted end. No torch.
+
+Every running branch grows by a token a step and returns its memory when it ends; when that is, is known
+as a distribution only. A branch is admitted if at no later step the batch outgrows the pool with more than
+a small probability, which Chernoff's bound (1952) tells for a sum of independent branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, inf, log
+
+from thinkfold.fold.planner import FoldPlanner, SpanState
+from thinkfold.kv.pages import PageClass
+from thinkfold.scheduler.branch import Branch
+from thinkfold.scheduler.forecast import LengthForecast
+from thinkfold.types import FoldMode, FoldPolicy, FoldProfile, Phase
+
+RISK = 0.02  # of outgrowing the pool at the worst step
+LOOKS = 16  # steps at which the batch is looked at
+TILTS = (4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 2.0)  # parameters of the bound, in 1 / capacity
+QUARTERS = (0.125, 0.375, 0.625, 0.875)  # an answer's length is one of four
+PATIENCE = 32  # plans before a refused branch is looked at again, unless the batch has changed
+PRIOR_SPANS = 4  # the profile counts as so many folded spans
+SWING = 0.33  # variance of what is open, in squared spans: 1/12 at any time, more for the worst moment of many
+OPEN_SHARE = 0.6  # of a span's mean length is open at any time; long spans are open for longer
+
+
+@dataclass(frozen=True, slots=True)
+class FoldShape:
+    """What a fold leaves: mean tokens of a span, and the share of tokens whose fold is refused."""
+
+    span: float
+    refused: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A branch as the forecast sees it.
+
+    `entries` now, of them `fixed` that no fold takes; `thought` tokens so far; at most `limit` more.
+    `ends` says how likely it outlives so many more tokens (see `Admission`).
+    """
+
+    entries: float
+    fixed: float
+    thought: int
+    answered: int
+    answering: bool
+    limit: int
+    budget: float
+    answers: tuple[int, ...]
+    numbers: FoldProfile | None  # None where folds are not counted on
+
+    def entries_in(self, steps: float, shape: FoldShape) -> tuple[float, float]:
+        """Stored entries after `steps` more tokens if it still runs: mean and variance."""
+        raw, numbers = self.entries + steps, self.numbers
+        if numbers is None:
+            return raw, 0.0
+        thought = self.thought if self.answering else self.thought + steps
+        tail = max(numbers.fold_delay, numbers.keep_raw_tokens) + OPEN_SHARE * shape.span
+        left = shape.refused + (1.0 - shape.refused) * min(1.0, numbers.entries / shape.span)
+        folded = self.fixed + (steps if self.answering else 0) + min(thought, tail) + max(0.0, thought - tail) * left
+        return (raw, 0.0) if raw <= folded else (folded, SWING * shape.span**2)
+
+
+class Admission:
+    """Learns how long requests think and answer, and predicts what a batch will hold."""
+
+    def __init__(self, capacity: int, page_size: int) -> None:
+        """`capacity` in entries: the pool without its reserve."""
+        self._capacity = capacity
+        self._page_size = page_size
+        self._thinking = LengthForecast()
+        self._answers = LengthForecast()
+        self._refused: tuple[int, int] | None = None  # (order, running) of the last refusal
+        self._patience = 0
+        self._spans = 0  # closed spans of ended branches that were folded or refused,
+        self._span_tokens = 0  # their tokens,
+        self._refused_tokens = 0  # and of these the refused ones
+
+    def admits(self, branch: Branch, running: Sequence[Branch], usage: Mapping[PageClass, int]) -> bool:
+        """Whether the pool will hold `running` and `branch` until the last of them ends.
+
+        `usage` are the held pages of now: with shared prefixes fewer than the running branches have in sum.
+        """
+        if not running:
+            return True
+        question = (branch.order, len(running))
+        if question == self._refused and self._patience > 0:
+            self._patience -= 1
+            return False
+        lives = [self._life(b) for b in running]
+        held = sum(usage.values()) - usage[PageClass.CACHED]
+        overlap = max(0.0, sum(life.entries for life in lives) - held * self._page_size)
+        lives += [self._life(b) for b in (branch, *branch.waiting_children())]
+        if self.fits(lives, self._shape(running), overlap):
+            self._refused = None
+            return True
+        self._refused, self._patience = question, PATIENCE
+        return False
+
+    def fits(self, lives: Sequence[Life], shape: FoldShape, overlap: float = 0.0) -> bool:
+        """Whether the risk is small at every step; `overlap` entries are counted more than once."""
+        last = max(self._last(life) for life in lives)
+        return all(self._is_safe(lives, shape, overlap, last * i / LOOKS) for i in range(LOOKS + 1))
+
+    def alive(self, life: Life, steps: float) -> float:
+        """Probability that a branch runs on after `steps` more tokens."""
+        if steps >= life.limit:
+            return 0.0
+        if life.answering:
+            return self._answers.survival(life.answered + steps, life.answered)
+        total = 0.0
+        for answer in life.answers:
+            thought = life.thought + steps - answer
+            if thought < life.budget:
+                total += self._thinking.survival(thought, life.thought)
+        return total / len(life.answers)
+
+    def _last(self, life: Life) -> float:
+        """More tokens than it will write by all that is known."""
+        if life.answering:
+            return min(life.limit, self._answers.last(life.answered) - life.answered)
+        thinking = min(life.budget, self._thinking.last(life.thought)) - life.thought
+        return min(life.limit, thinking + max(life.answers))
+
+    def learn(self, branch: Branch, running: Sequence[Branch]) -> None:
+        """`branch` has ended by itself."""
+        steering = branch.steering
+        output = len(branch.token_ids) - branch.num_prompt_tokens
+        start, limit = steering.answer_start, branch.request.sampling.max_tokens
+        budget = branch.request.thinking.budget
+        cut = limit is not None and output >= limit
+        if start is not None:
+            thinkers = [_thought(b) for b in running if b.steering.phase is Phase.THINKING]
+            self._thinking.end(start, thinkers, cut=budget is not None and start >= 0.9 * budget)
+        if steering.phase is Phase.ANSWER:
+            answering = [b for b in running if b.steering.phase is Phase.ANSWER]
+            self._answers.end(output - (start or 0), [_answered(b) for b in answering], cut=cut)
+        spans, tokens, refused = _count_spans([branch])
+        self._spans += spans
+        self._span_tokens += tokens
+        self._refused_tokens += refused
+        self._refused = None
+
+    def _is_safe(self, lives: Sequence[Life], shape: FoldShape, overlap: float, steps: float) -> bool:
+        """Whether the lives outgrow the pool after `steps` more tokens with no more than RISK."""
+        terms, mean, most = [], 0.0, 0.0
+        for life in lives:
+            alive = self.alive(life, steps)
+            if alive > 0.0:
+                entries, variance = life.entries_in(steps, shape)
+                entries += self._page_size  # its last page, and one that is still read
+                terms.append((alive, entries, variance))
+                mean += alive * entries
+                most += entries + (6 * variance) ** 0.5
+        room = self._capacity + overlap * sum(alive for alive, _, _ in terms) / len(lives)
+        if most <= room:
+            return True
+        return mean < room and any(_log_bound(terms, room, tilt) <= log(RISK) for tilt in TILTS)
+
+    def _life(self, branch: Branch) -> Life:
+        request, planner, summary = branch.request, branch.folding, branch.table.summary
+        output = len(branch.token_ids) - branch.num_prompt_tokens
+        thought, answered = _thought(branch), _answered(branch)
+        entries = branch.table.kv_len + summary.mean_entries
+        if branch.slot < 0 and not branch.table.swapped:
+            entries = float(len(branch.token_ids))
+        fixed = branch.num_prompt_tokens + answered + _refused_spans(planner)
+        budget = inf if request.thinking.budget is None else float(request.thinking.budget)
+        known = [self._answers.quantile(share) for share in QUARTERS] if self._answers.known else []
+        longest = max((n for n in known if n is not None), default=request.thinking.answer_reserve)
+        return Life(
+            entries=entries,
+            fixed=fixed,
+            thought=thought,
+            answered=answered,
+            answering=branch.steering.phase is Phase.ANSWER,
+            limit=max(1, (request.sampling.max_tokens or self._capacity) - output),
+            budget=max(budget, thought + 1),
+            answers=tuple(longest if n is None else n for n in known) or (longest,),
+            numbers=planner.numbers if planner is not None and _counts_on_folds(planner.policy) else None,
+        )
+
+    def _shape(self, running: Sequence[Branch]) -> FoldShape:
+        """How folds have gone so far; the profiles of those that run stand in for what is not known."""
+        spans, tokens, refused = _count_spans(running)
+        profiles = [b.folding.numbers for b in running if b.folding is not None]
+        middles = [(p.min_segment_tokens + p.max_segment_tokens) / 2 for p in profiles]
+        prior = sum(middles) / len(middles) if middles else 1.0
+        spans, tokens, refused = spans + self._spans, tokens + self._span_tokens, refused + self._refused_tokens
+        return FoldShape((tokens + PRIOR_SPANS * prior) / (spans + PRIOR_SPANS), refused / tokens if tokens else 0.0)
+
+
+def _log_bound(terms: Sequence[tuple[float, float, float]], room: float, tilt: float) -> float:
+    """Logarithm of a bound of the probability that a sum exceeds `room`; for any `tilt` it holds.
+
+    Each term is there with a probability and then has a mean and a variance.
+    """
+    theta, bound = tilt / room, -tilt
+    for alive, mean, variance in terms:
+        bound += log(1.0 - alive + alive * exp(min(700.0, theta * mean + theta * theta * variance / 2)))
+    return bound
+
+
+def _counts_on_folds(policy: FoldPolicy) -> bool:
+    return policy.policy is not FoldMode.OFF and policy.prefer == "fold"
+
+
+def _count_spans(branches: Sequence[Branch]) -> tuple[int, int, int]:
+    """Spans that were folded or refused, their tokens, and tokens of the refused ones."""
+    spans = tokens = refused = 0
+    for branch in branches:
+        planner = branch.folding
+        if planner is not None:
+            raw = _refused_spans(planner)
+            spans += len(planner.folded) + sum(s.state is SpanState.REFUSED for s in planner.spans)
+            tokens += planner.folded_tokens + raw
+            refused += raw
+    return spans, tokens, refused
+
+
+def _refused_spans(planner: FoldPlanner | None) -> int:
+    return 0 if planner is None else sum(s.tokens for s in planner.spans if s.state is SpanState.REFUSED)
+
+
+def _thought(branch: Branch) -> int:
+    """Thinking tokens so far, the answer's excluded."""
+    output = len(branch.token_ids) - branch.num_prompt_tokens
+    start = branch.steering.answer_start
+    if start is not None:
+        return start
+    return output if branch.steering.phase is Phase.THINKING else 0
+
+
+def _answered(branch: Branch) -> int:
+    """Answer tokens so far."""
+    return len(branch.token_ids) - branch.num_prompt_tokens - _thought(branch)

@@ -1,0 +1,178 @@
+"""From what planners say is due to the memory work of a step: prepare, commit, refuse, offload. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from thinkfold.fold.planner import FoldPlanner, Span
+from thinkfold.kv.manager import KVManager
+from thinkfold.scheduler.branch import Branch
+from thinkfold.scheduler.output import FoldCommit, FoldPrepare, MemoryWork
+from thinkfold.types import Fold
+
+FoldCounts = Callable[[int, int], list[int]]
+DROP = "drop"  # the selector that keeps nothing
+
+
+class FoldDesk:
+    """Folds spans of running branches in two phases; the planner of a branch says which and when.
+
+    `counts(entries, tokens)` gives the entries of each head that a fold of `tokens` keeps.
+    """
+
+    def __init__(self, kv: KVManager, counts: FoldCounts) -> None:
+        self._kv = kv
+        self._counts = counts
+        self._ids = itertools.count()
+        self._prepared: dict[int, tuple[Branch, FoldPlanner, Span]] = {}
+        self.work = MemoryWork()  # of the step being planned
+        self.changed: set[int] = set()  # branches whose memory that work touches, by id
+        self.done: list[tuple[Branch, Fold]] = []  # folds and refusals that nobody has taken yet
+        self.totals: Counter[str] = Counter()
+
+    @property
+    def pressing(self) -> bool:
+        """Whether a fold that wins memory is under way."""
+        return any(span.pressed for _, _, span in self._prepared.values())
+
+    def advance(self, branch: Branch, *, stuck: bool) -> bool:
+        """Do what is due before the branch's next row; False if that row must wait for it.
+
+        `stuck`: no step in flight can bring memory or an estimate any more.
+        """
+        planner = branch.folding
+        if planner is None:
+            return True
+        planner.observe(branch.steering.segment_ends, branch.steering.answer_start)
+        position = branch.num_computed_tokens
+        while (span := planner.to_commit(position)) is not None:
+            if span.error is None and span.pressed:
+                break  # its estimate is still to come, and no position waits for it
+            if span.error is None or not self._settle(branch, planner, span, stuck=stuck):
+                return False
+        while (span := planner.to_prepare(position)) is not None:
+            if self._gain(planner, span) > 0:
+                self._prepare(branch, planner, span)
+            else:
+                planner.give_up(span)  # its summary would take as many pages
+        offload = planner.to_offload(position)
+        if offload is not None:
+            self._offload(branch, planner, *offload)
+        return True
+
+    def press(self, branches: Iterable[Branch], planned: Mapping[int, int], *, force: bool = False) -> bool:
+        """Start the fold that wins most memory, of answering branches first; False if there is none.
+
+        `planned` are positions before the rows of the step being planned, by a branch's id: what those rows write is
+        not there yet. `force` takes what the gate has refused, too, and does not ask it again.
+        """
+        best: tuple[tuple[bool, int], Branch, FoldPlanner, Span] | None = None
+        for branch in branches:
+            planner = branch.folding
+            if planner is None or branch.slot < 0:
+                continue
+            for span in planner.under_pressure(planned.get(id(branch), branch.num_computed_tokens), force=force):
+                gain = self._gain(planner, span)
+                if gain <= 0:
+                    continue
+                rank = (planner.answering, gain)
+                if best is None or rank > best[0]:
+                    best = (rank, branch, planner, span)
+        if best is None:
+            return False
+        _, branch, planner, span = best
+        self._prepare(branch, planner, span, pressed=True)
+        span.forced = force
+        return True
+
+    def judge(self, fold_id: int, error: float) -> None:
+        """The estimate of a prepared fold has come home; ids of forgotten ones are ignored."""
+        if fold_id in self._prepared:
+            self._prepared[fold_id][2].error = error
+
+    def forget(self, branch: Branch) -> None:
+        """The branch's memory is given up: choices that wait on the device for it are dropped."""
+        mine = [fold_id for fold_id, (owner, _, _) in self._prepared.items() if owner is branch]
+        for fold_id in mine:
+            del self._prepared[fold_id]
+        self.work.dropped += mine
+
+    def take(self) -> MemoryWork:
+        """The memory work of the step being planned, with the manager's copies."""
+        work, self.work = self.work, MemoryWork()
+        copies = self._kv.take_work()
+        work.swap_out, work.blocks_out = copies.swap_out, copies.blocks_out
+        work.copies, work.swap_in, work.blocks_in = copies.copies, copies.swap_in, copies.blocks_in
+        self.changed.clear()
+        return work
+
+    def _prepare(self, branch: Branch, planner: FoldPlanner, span: Span, *, pressed: bool = False) -> None:
+        fold_id, pages = next(self._ids), self._pages(branch, planner, span)
+        policy = planner.policy
+        self.work.prepares.append(
+            FoldPrepare(fold_id, branch.slot, pages, span.end, policy.selector, _entries(planner))
+        )
+        self._prepared[fold_id] = (branch, planner, span)
+        planner.prepare(span, branch.num_computed_tokens, pressed=pressed)
+        self.changed.add(id(branch))
+
+    def _settle(self, branch: Branch, planner: FoldPlanner, span: Span, *, stuck: bool) -> bool:
+        """Commit or refuse a judged span; False if the memory for its summary is still to come."""
+        error = math.nan if span.error is None else span.error
+        fold_id = next(i for i, (_, _, known) in self._prepared.items() if known is span)
+        growth, before, pages = None, self._held(), []
+        if span.forced or error <= planner.policy.gate:  # never with an estimate that is not a number
+            counts = self._counts(_entries(planner), span.tokens)
+            pages, first = self._pages(branch, planner, span), planner.first_page(span)
+            growth = self._kv.fold(branch.table, first, len(pages), counts)
+            if growth is None and not stuck:
+                return False
+        del self._prepared[fold_id]
+        start = span.start - planner.num_prompt_tokens
+        fold = Fold(fold_id, start, start + span.tokens, 0.0, 0, error, refused=growth is None)
+        if growth is None:
+            self.work.dropped.append(fold_id)
+            planner.give_up(span)
+            self.totals["refused"] += 1
+        else:
+            self.work.commits.append(FoldCommit(fold_id, branch.slot, pages, growth))
+            planner.remove(span)
+            self.changed.add(id(branch))
+            mean = sum(growth.counts) / len(growth.counts)
+            fold = Fold(fold_id, start, start + span.tokens, mean, before - self._held(), error)
+            self.totals["folds"] += 1
+            self.totals["folded_tokens"] += span.tokens
+        if span.end > planner.told_until:  # else it was told before a preemption
+            planner.told_until = span.end
+            self.done.append((branch, fold))
+        return True
+
+    def _offload(self, branch: Branch, planner: FoldPlanner, first: int, end: int) -> None:
+        spans = [s for s in planner.spans if first <= planner.first_page(s) < end]
+        if self._kv.offload(branch.table, first, end - first):
+            self.changed.add(id(branch))
+            self.totals["offloads"] += 1
+            branch.swapped_pages += end - first
+            for span in spans:
+                planner.remove(span)
+        else:
+            for span in spans:
+                planner.give_up(span)
+
+    def _pages(self, branch: Branch, planner: FoldPlanner, span: Span) -> list[int]:
+        first = planner.first_page(span)
+        return branch.table.pages[first : first + span.tokens // self._kv.page_size]
+
+    def _held(self) -> int:
+        return sum(self._kv.usage().values())
+
+    def _gain(self, planner: FoldPlanner, span: Span) -> int:
+        counts = self._counts(_entries(planner), span.tokens)
+        return span.tokens // self._kv.page_size - self._kv.pages_for_fold(counts)
+
+
+def _entries(planner: FoldPlanner) -> int:
+    return 0 if planner.policy.selector == DROP else planner.policy.entries

@@ -1,0 +1,107 @@
+"""Folding as clients see it: the wish in a body, each fold as it happens, and what became of segments."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from thinkfold.errors import ParameterError
+from thinkfold.server.body import StrictModel
+from thinkfold.server.errors import renamed
+from thinkfold.types import Fold, FoldParams, Segment
+
+EVENT = "thinkfold.fold"
+FIELD_NAMES = {"fold": "thinkfold.fold"}  # the engine's name of a field -> the client's
+
+logger = logging.getLogger(__name__)
+
+
+class FoldFields(StrictModel):
+    """What a request asks of folding, checked by FoldParams; null takes the server's choice."""
+
+    policy: str | None = None
+    profile: str | None = None
+    selector: str | None = None
+    entries: int | None = None
+    gate: float | None = None
+    at_answer: str | None = None
+    prefer: str | None = None
+
+
+class ThinkfoldFields(StrictModel):
+    """Our own object in a body. `events` asks a stream for one event a fold."""
+
+    fold: FoldFields | None = None
+    events: bool | None = None
+
+    def fold_params(self) -> FoldParams | None:
+        """The wish in the engine's terms. Raises ParameterError."""
+        if self.fold is None:
+            return None
+        try:
+            return FoldParams(**dict(self.fold))
+        except ParameterError as error:
+            raise renamed(error, FIELD_NAMES) from None
+
+
+def fold_data(choice: int, fold: Fold, segments: Sequence[Segment]) -> dict[str, Any]:
+    """A fold as JSON. `segment` is the one it ends in (None if it is not known); an unknown error is None."""
+    owner = segment_of(fold, segments)
+    return {
+        "choice": choice,
+        "id": fold.id,
+        "segment": None if owner is None else owner.id,
+        "start": fold.start,
+        "end": fold.end,
+        "entries": fold.entries,
+        "pages_freed": fold.pages_freed,
+        "error": None if math.isnan(fold.error) else fold.error,
+        "refused": fold.refused,
+    }
+
+
+def log_fold(request_id: str, data: dict[str, Any]) -> None:
+    """One line for the operator: a JSON object."""
+    logger.info(json.dumps({"event": EVENT, "request": request_id, **data}))
+
+
+def segment_of(fold: Fold, segments: Sequence[Segment]) -> Segment | None:
+    """The segment in which a fold ends; `segments` are in order."""
+    index = bisect_left(segments, fold.end, key=lambda segment: segment.start) - 1
+    return segments[index] if index >= 0 else None
+
+
+def segment_states(choice: int, segments: Sequence[Segment], folds: Sequence[Fold]) -> list[dict[str, Any]]:
+    """What became of each finished segment.
+
+    `folded`: most of its tokens are in summaries. `raw`: the gate refused to fold it. `closed`:
+    it is raw because nobody has folded it (yet). A span ends with a full page, so a few tokens
+    of a folded segment stay raw or go with the next one.
+    """
+    done = sorted((f for f in folds if not f.refused), key=lambda f: f.end)
+    refused = sorted((f for f in folds if f.refused), key=lambda f: f.end)
+    return [
+        {"choice": choice, "id": s.id, "start": s.start, "end": s.end, "state": _state(s, done, refused)}
+        for s in segments
+    ]
+
+
+def _state(segment: Segment, done: Sequence[Fold], refused: Sequence[Fold]) -> str:
+    half = (segment.end - segment.start) / 2
+    if _covered(segment, done) >= half:
+        return "folded"
+    return "raw" if _covered(segment, refused) >= half else "closed"
+
+
+def _covered(segment: Segment, folds: Sequence[Fold]) -> int:
+    """Tokens of the segment inside `folds`, which are sorted by their ends."""
+    total = 0
+    index = bisect_right(folds, segment.start, key=lambda fold: fold.end)
+    while index < len(folds) and folds[index].start < segment.end:
+        total += min(folds[index].end, segment.end) - max(folds[index].start, segment.start)
+        index += 1
+    return total

@@ -1,0 +1,48 @@
+"""Values that cross module borders: parameters, messages and outputs."""
+
+from thinkfold.types.fold import (
+    FOLD_PROFILES,
+    MAX_SEGMENT_TOKENS,
+    AtAnswer,
+    FoldMode,
+    FoldParams,
+    FoldPolicy,
+    FoldProfile,
+)
+from thinkfold.types.output import CompletionOutput, Costs, Fold, RequestOutput, Segment, TokenLogprobs, TokenStats
+from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
+from thinkfold.types.request import EngineRequest, PromptState
+from thinkfold.types.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
+from thinkfold.types.thinking import DEFAULT_THINKING_BUDGET, EFFORT_BUDGETS, UNLIMITED, ThinkingParams, ThinkingPolicy
+
+__all__ = [
+    "DEFAULT_THINKING_BUDGET",
+    "EFFORT_BUDGETS",
+    "FOLD_PROFILES",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_N",
+    "MAX_SEGMENT_TOKENS",
+    "MAX_STOP_STRINGS",
+    "UNLIMITED",
+    "AtAnswer",
+    "CompletionOutput",
+    "Costs",
+    "EngineRequest",
+    "FinishReason",
+    "Fold",
+    "FoldMode",
+    "FoldParams",
+    "FoldPolicy",
+    "FoldProfile",
+    "Phase",
+    "PromptState",
+    "RequestOutput",
+    "SamplingParams",
+    "Segment",
+    "ThinkingEndReason",
+    "ThinkingParams",
+    "ThinkingPolicy",
+    "TokenLogprobs",
+    "TokenStats",
+]

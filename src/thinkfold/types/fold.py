@@ -1,0 +1,100 @@
+"""What may be asked of folding, the effective policy, and what became of a span."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+from thinkfold.errors import ParameterError
+from thinkfold.types.checks import choice, integer, number
+
+
+class FoldMode(StrEnum):
+    """When closed segments of thinking are folded."""
+
+    OFF = "off"
+    PRESSURE = "pressure"  # only when memory is short: with ample memory the output equals `off`
+    EAGER = "eager"  # as soon as a segment is old enough
+
+
+class AtAnswer(StrEnum):
+    """What becomes of raw thinking KV when the answer starts."""
+
+    KEEP = "keep"
+    RECYCLE = "recycle"  # fold closed segments that are still raw; the last segment stays
+    SWAP = "swap"  # raw thinking goes to host memory and is not read by the answer
+
+
+@dataclass(frozen=True, slots=True)
+class FoldProfile:
+    """A named set of numbers: how thinking is cut and how much of it stays, in tokens.
+
+    A segment is folded `fold_delay` tokens after its end to `entries` entries a KV head (on
+    average over layers and heads); the last `keep_raw_tokens` stay raw. Segments shorter than
+    `min_segment_tokens` join the next, longer ones than `max_segment_tokens` are cut.
+    """
+
+    max_segment_tokens: int = 1024
+    min_segment_tokens: int = 256
+    fold_delay: int = 256
+    keep_raw_tokens: int = 256
+    entries: int = 64
+
+
+FOLD_PROFILES: Mapping[str, FoldProfile] = {
+    "default": FoldProfile(),
+    "fine": FoldProfile(512, 128, 128, 128, 32),
+    "coarse": FoldProfile(4096, 512, 512, 512, 64),
+    "pebble": FoldProfile(512, 128, 64, 128, 32),
+}
+MAX_SEGMENT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FoldParams:
+    """What a user may ask of folding; None takes the server's choice. Raises ParameterError.
+
+    `gate` is the largest estimated error (a share of the attention output, 0 to 1) with which a
+    fold is still committed; 0 refuses every fold, 1 commits all. `prefer` decides what
+    admission counts on: the folded peak (`fold`) or the raw one (`queue`).
+    """
+
+    policy: FoldMode | str | None = None
+    profile: str | None = None
+    selector: str | None = None
+    entries: int | None = None
+    gate: float | None = None
+    at_answer: AtAnswer | str | None = None
+    prefer: Literal["fold", "queue"] | None = None
+
+    def __post_init__(self) -> None:
+        choice("fold.policy", self.policy, tuple(FoldMode))
+        choice("fold.profile", self.profile, tuple(FOLD_PROFILES))
+        choice("fold.at_answer", self.at_answer, tuple(AtAnswer))
+        choice("fold.prefer", self.prefer, ("fold", "queue"))
+        if self.selector is not None and not isinstance(self.selector, str):
+            raise ParameterError("fold.selector", f"must be a name, got {self.selector!r}")
+        if self.entries is not None:
+            integer("fold.entries", self.entries, 0, MAX_SEGMENT_TOKENS)
+        if self.gate is not None:
+            number("fold.gate", self.gate, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldPolicy:
+    """The effective fold policy of one request, as echoed to the user; every number resolved."""
+
+    policy: FoldMode = FoldMode.OFF
+    profile: str = "default"
+    selector: str = "conclusion_attention"
+    entries: int = 64
+    gate: float = 1.0
+    at_answer: AtAnswer = AtAnswer.KEEP
+    prefer: Literal["fold", "queue"] = "fold"
+
+    @property
+    def numbers(self) -> FoldProfile:
+        """The profile with this policy's own number of entries."""
+        return replace(FOLD_PROFILES[self.profile], entries=self.entries)

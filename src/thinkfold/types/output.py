@@ -1,0 +1,156 @@
+"""What the engine tells of a running request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thinkfold.types.fold import FoldPolicy
+from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
+from thinkfold.types.thinking import ThinkingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one drawn token on raw logits, with the most likely ones.
+
+    Injected tokens have none. `phase` is None for tokens that print nothing (markers, EOS).
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    phase: Phase | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Statistics of one sampling row on raw logits (nats; temperature 1, no penalties).
+
+    `confidence` is the negative mean log-prob of the 20 most likely tokens (DeepConf);
+    `margin` is log p(top 1) - log p(first end-marker token), NaN where there is no marker.
+    """
+
+    logprob: float
+    entropy: float
+    confidence: float
+    margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A finished stretch of thinking: `[start, end)` are output token indices."""
+
+    id: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What became of one span of thinking, `[start, end)` in output token indices.
+
+    `entries` a KV head (mean over layers and heads) are left of it, `pages_freed` raw pages went
+    back to the pool less those taken for the summary. `error` is the gate's estimate, NaN
+    without one. A refused fold kept its span raw.
+    """
+
+    id: int
+    start: int
+    end: int
+    entries: float
+    pages_freed: int
+    error: float
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """New output of one branch since the previous message; counts are cumulative."""
+
+    index: int
+    reasoning: str = ""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stats: list[TokenStats] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+    phase: Phase = Phase.ANSWER
+    num_output_tokens: int = 0
+    num_thinking_tokens: int = 0
+    num_injected_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    thinking_end_reason: ThinkingEndReason | None = None
+
+    def merge(self, later: CompletionOutput) -> None:
+        """Append `later` to self."""
+        self.reasoning += later.reasoning
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.stats += later.stats
+        self.segments += later.segments
+        self.folds += later.folds
+        self.phase = later.phase
+        self.num_output_tokens = later.num_output_tokens
+        self.num_thinking_tokens = later.num_thinking_tokens
+        self.num_injected_tokens = later.num_injected_tokens
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.thinking_end_reason = later.thinking_end_reason
+
+
+@dataclass(slots=True)
+class Costs:
+    """What a request cost so far: tokens, KV memory held and time, over all branches.
+
+    `computed_prompt_tokens` includes what a preemption computes again. Times in seconds;
+    `kv_byte_seconds` is bytes of KV pages held integrated over time, `kv_peak_entries` the most
+    entries held at once (a summary counts with its mean over layers and heads).
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    thinking_tokens: int = 0
+    answer_tokens: int = 0
+    discarded_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    kv_byte_seconds: float = 0.0
+    kv_peak_entries: int = 0
+    folds: int = 0
+    folds_refused: int = 0
+    folded_tokens: int = 0
+    swapped_bytes: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    thinking_s: float = 0.0
+    answer_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What `AsyncEngine.generate` yields: the news of all branches since the last one."""
+
+    request_id: str
+    outputs: list[CompletionOutput]
+    policy: ThinkingPolicy
+    costs: Costs
+    finished: bool = False
+    error: str | None = None
+    fold: FoldPolicy = field(default_factory=FoldPolicy)
+
+    def merge(self, later: RequestOutput) -> None:
+        """Append `later` to self, branch by branch; keeps branches sorted by index."""
+        known = {o.index: o for o in self.outputs}
+        for output in later.outputs:
+            if output.index in known:
+                known[output.index].merge(output)
+            else:
+                self.outputs.append(output)
+        self.outputs.sort(key=lambda o: o.index)
+        self.costs = later.costs
+        self.finished = later.finished
+        self.error = later.error or self.error

@@ -1,0 +1,30 @@
+"""Words for where a token stands and why things end."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where in a response a token stands."""
+
+    THINKING = "thinking"
+    ANSWER = "answer"
+
+
+class FinishReason(StrEnum):
+    """Why a branch ended, in OpenAI's words where they exist."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ThinkingEndReason(StrEnum):
+    """Why thinking ended."""
+
+    NATURAL = "natural"  # the model wrote its end marker
+    BUDGET = "budget"  # the budget was spent
+    EOS = "eos"  # the model sampled EOS inside thinking and the engine closed it
+    UNCLOSED = "unclosed"  # the response ended while thinking was open

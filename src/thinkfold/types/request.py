@@ -1,0 +1,38 @@
+"""One request as the engine core receives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from thinkfold.types.fold import FoldPolicy
+from thinkfold.types.phases import Phase
+from thinkfold.types.sampling import SamplingParams
+from thinkfold.types.thinking import ThinkingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class PromptState:
+    """What the tail of a rendered prompt says, found once per request.
+
+    `phase` is the phase of the first generated token; `prefilled_thinking` counts thinking
+    tokens already in the prompt's open block; `visible_len` is the number of leading prompt
+    tokens whose KV may be shared (none behind an open or closed think block in the tail).
+    """
+
+    phase: Phase
+    prefilled_thinking: int
+    visible_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One user's request as the core receives it: tokens and resolved policy, no text."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    prompt: PromptState
+    sampling: SamplingParams  # max_tokens and seed are resolved
+    thinking: ThinkingPolicy
+    namespace: tuple[str, ...] = ()  # labelled prefix-cache namespace, such as ("salt=acme",)
+    arrival_time: float = 0.0
+    fold: FoldPolicy = field(default_factory=FoldPolicy)

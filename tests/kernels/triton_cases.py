@@ -1,0 +1,134 @@
+"""Inputs for the Triton body with everything unused poisoned, and its comparison with the reference in fp64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinkfold.attention.fp8 import FP8, quantise
+from thinkfold.attention.ops import paged_attention
+
+LAYERS, LAYER, LINES, PAD = 2, 1, 3, 2
+
+
+class Row(NamedTuple):
+    """New tokens, stored entries with them, and the summary entries of its line in each head."""
+
+    new: int
+    kv_len: int
+    lens: tuple[int, ...] = ()
+
+
+class Case(NamedTuple):
+    """`sinks` are token rows; `beta` fills the plane, `fp8` is the storage."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    rows: tuple[Row, ...]
+    window: int = 0
+    beta: bool = False
+    fp8: bool = False
+    sinks: tuple[int, ...] = ()
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kv: Tensor
+    cu_seqlens_q: Tensor
+    kv_lens: Tensor
+    page_table: Tensor
+    slot_mapping: Tensor
+    summary_rows: Tensor
+    summary_table: Tensor
+    summary_lens: Tensor
+    bias: Tensor
+    kv_scales: Tensor
+
+
+def make(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Random inputs; `PAD` tokens of padding; all that no row may see is NaN, and of fp8 its scale is."""
+    gen = torch.Generator().manual_seed(seed)
+    size, heads = case.page_size, case.kv_heads
+    used = [-(-row.kv_len // size) for row in case.rows]
+    folded = [row for row in case.rows if row.lens]
+    blocks_of = [[-(-n // size) for n in row.lens] for row in folded]
+    lent = -(-sum(map(sum, blocks_of)) // (LAYERS * heads))
+    num_pages = sum(used) + lent + 2
+    kv = torch.randn(num_pages, LAYERS, heads, 2, size, case.head_dim, generator=gen)
+    beta = torch.randn(num_pages, LAYERS, heads, size, generator=gen)
+    stored = torch.zeros(num_pages, LAYERS, heads, size, dtype=torch.bool)
+    free = torch.randperm(num_pages, generator=gen).tolist()
+    blocks = [page * LAYERS * heads + i for page in (free.pop() for _ in range(lent)) for i in range(LAYERS * heads)]
+    width = max((max(counts) for counts in blocks_of), default=0) + 1
+    table = torch.zeros(LAYERS, LINES if folded else 0, heads, width, dtype=torch.int32)
+    lens = torch.zeros(table.shape[:3], dtype=torch.int32)
+    for line, (row, counts) in enumerate(zip(folded, blocks_of, strict=True)):
+        lens[LAYER, line] = torch.tensor(row.lens)
+        for head, count in enumerate(counts):
+            for number in range(count):
+                table[LAYER, line, head, number] = block = blocks.pop()
+                stored.view(-1, size)[block, : row.lens[head] - number * size] = True
+    if case.beta:
+        hidden = stored & (torch.rand(stored.shape, generator=gen) < 0.2)
+        beta[hidden] = -torch.inf
+        kv[hidden.unsqueeze(3).expand(kv.shape[:-1])] = torch.nan
+    page_table = torch.zeros(len(case.rows), max(used) + 1, dtype=torch.int32)
+    slots: list[int] = []
+    for places, row, num in zip(page_table, case.rows, used, strict=True):
+        pages = [free.pop() for _ in range(num)]
+        places[:num] = torch.tensor(pages)
+        entries = [(pages[e // size], e % size) for e in range(row.kv_len)]
+        for page, place in entries:
+            stored[page, :, :, place] = True
+        slots += [page * size + place for page, place in entries[row.kv_len - row.new :]]
+    slots += [-1] * PAD
+    cu = torch.tensor([0] + [row.new for row in case.rows]).cumsum(0).int()
+    lines = torch.tensor([folded.index(row) if row.lens else -1 for row in case.rows])
+    q = torch.randn(len(slots), heads * case.group, case.head_dim, generator=gen).to(dtype)
+    k, v = (torch.randn(len(slots), heads, case.head_dim, generator=gen).to(dtype) for _ in range(2))
+    unused = ~stored.unsqueeze(3).expand(kv.shape[:-1])
+    scales = torch.zeros(0).half()
+    if case.fp8:
+        kv, scales = quantise(kv)
+        scales[unused] = torch.nan
+    else:
+        kv[unused] = torch.nan
+        kv = kv.to(dtype)
+    beta[~stored] = torch.nan
+    plane = beta if case.beta else torch.zeros(0)
+    kv_lens = torch.tensor([row.kv_len for row in case.rows]).int()
+    raw = (q, k, v, kv, cu, kv_lens, page_table, torch.tensor(slots))
+    return Inputs(*raw, lines, table, lens, plane, scales)
+
+
+def run(case: Case, x: Inputs, backend: str) -> list[Tensor]:
+    """Out, LSE, sunk queries and their LSE, KV memory and scales after one call on the device of `x`."""
+    x = x._replace(kv=x.kv.clone(), kv_scales=x.kv_scales.clone())
+    rows = torch.tensor(case.sinks, dtype=torch.int64, device=x.q.device)
+    query_sink = x.q.new_zeros(LAYERS, len(rows), *x.q.shape[1:])
+    lse_sink = torch.zeros(query_sink.shape[:3], device=x.q.device)
+    more = (case.head_dim**-0.5, case.window, rows, query_sink, lse_sink)
+    out, lse = paged_attention(*x[:4], LAYER, *x[4:], *more, backend=backend)
+    return [t.cpu() for t in (out, lse, query_sink, lse_sink, x.kv, x.kv_scales)]
+
+
+def check(case: Case, dtype: torch.dtype, device: str, tolerance: float, seed: int = 0) -> None:
+    """The Triton body gives what the reference gives in fp64; what is stored is equal bit by bit."""
+    x = make(case, dtype, seed)
+    wide = x._replace(q=x.q.double(), k=x.k.double(), v=x.v.double(), kv=x.kv if case.fp8 else x.kv.double())
+    got = run(case, Inputs(*(t.to(device) for t in x)), "triton")
+    expected = run(case, wide, "reference")
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    for mine, true in zip(got[:4], expected[:4], strict=True):
+        torch.testing.assert_close(mine.double(), true.double(), atol=tolerance, rtol=tolerance)
+    if case.fp8:
+        assert torch.equal(got[4].view(torch.uint8), expected[4].view(torch.uint8))
+        assert got[4].dtype == FP8 and torch.equal(got[5].view(torch.int16), expected[5].view(torch.int16))
+    else:
+        torch.testing.assert_close(got[4].double(), expected[4], atol=0, rtol=0, equal_nan=True)

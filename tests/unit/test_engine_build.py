@@ -1,0 +1,36 @@
+"""The family that a core is built with: one more token may end a segment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from thinkfold.config import EngineConfig
+from thinkfold.engine.build import _with_delimiter
+from thinkfold.engine.language import Language, load_language
+from thinkfold.errors import ParameterError, UnsupportedError
+
+
+@pytest.fixture(scope="module")
+def language() -> Language:
+    return load_language(EngineConfig())
+
+
+def test_an_extra_token_ends_segments_beside_the_familys_own(language: Language) -> None:
+    family = _with_delimiter(language, ".")
+    assert family is not None and language.family is not None
+    (token,) = language.tokenizer.encode(".", add_special_tokens=False)
+    assert family.delimiter_ids == language.family.delimiter_ids | {token}
+    assert _with_delimiter(language, None) is language.family
+
+
+@pytest.mark.parametrize("text", ["", "several tokens, surely"])
+def test_anything_but_one_token_is_refused(language: Language, text: str) -> None:
+    with pytest.raises(ParameterError, match="fold_delimiter_token: must be one token"):
+        _with_delimiter(language, text)
+
+
+def test_a_model_that_does_not_think_has_no_segments_to_end(language: Language) -> None:
+    with pytest.raises(UnsupportedError, match="does not think"):
+        _with_delimiter(replace(language, family=None), ".")

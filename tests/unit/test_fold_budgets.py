@@ -1,0 +1,130 @@
+"""Budgets by head: whole blocks, never more than asked for, a table of the right shape or an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from thinkfold.errors import ParameterError
+from thinkfold.fold.budgets import FoldBudgets, apportion, write
+
+LAYERS, HEADS = 3, 2
+
+
+def table(conclusion: int = 16) -> FoldBudgets:
+    return FoldBudgets(LAYERS, HEADS, (0.0, 0.5, 3.0, 1.5, 1.0, 0.0), conclusion)
+
+
+@pytest.mark.parametrize("conclusion", [0, 16])
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+def test_counts_are_whole_blocks_within_all_bounds(page_size: int, conclusion: int) -> None:
+    for tokens in range(page_size, 513, page_size):
+        for entries in (0, 1, 7, 8, 16, 24, 31, 32, 64, 500, 4096):
+            counts = table(conclusion).counts(entries, tokens, page_size)
+            assert len(counts) == LAYERS * HEADS
+            assert all(0 <= c <= tokens and c % page_size == 0 for c in counts)
+            most = min(entries * len(counts), tokens * len(counts))
+            assert most - page_size < sum(counts) <= most
+
+
+def test_the_conclusion_comes_first_where_the_budget_holds_it() -> None:
+    assert table().counts(32, 512, 16) == [16, 32, 64, 32, 32, 16]
+    assert table().counts(16, 512, 16) == [16] * 6
+    assert table().counts(15, 512, 16) == [0, 0, 48, 16, 16, 0]
+    assert table(0).counts(16, 512, 16) == [0, 16, 48, 16, 16, 0]
+    assert min(table().counts(16, 512, 8)) == 16
+
+
+def test_a_full_head_gives_to_the_others_in_proportion() -> None:
+    assert table(0).counts(32, 48, 16) == [0, 48, 48, 48, 48, 0]
+    assert apportion([8.0, 1.0, 1.0, 0.0], 8, 4) == [4, 2, 2, 0]
+    assert apportion([1.0, 0.0, 0.0], 5, 3) == [3, 1, 1]
+    assert apportion([1.0, 2.0], 0, 3) == [0, 0]
+
+
+def test_everything_fits_when_everything_is_asked_for() -> None:
+    assert table().counts(64, 64, 16) == table(0).counts(900, 64, 16) == [64] * 6
+    assert table().counts(32, 15, 16) == [0] * 6
+    assert table().counts(0, 512, 16) == [0] * 6
+
+
+def test_apportion_is_the_largest_remainder() -> None:
+    rng = Random(0)
+    for _ in range(200):
+        weights = [rng.random() for _ in range(7)]
+        blocks = rng.randrange(40)
+        given = apportion(weights, blocks, 99)
+        exact = [blocks * w / sum(weights) for w in weights]
+        assert sum(given) == blocks
+        assert all(abs(g - e) < 1 for g, e in zip(given, exact, strict=True))
+        up = [e - int(e) for g, e in zip(given, exact, strict=True) if g > e]
+        down = [e - int(e) for g, e in zip(given, exact, strict=True) if g < e]
+        assert min(up, default=1.0) >= max(down, default=0.0)
+
+
+def test_without_a_table_all_heads_get_the_same() -> None:
+    budgets = FoldBudgets.load(None, LAYERS, HEADS)
+    assert not budgets.calibrated and table().calibrated
+    assert budgets.counts(20, 512, 16) == [20] * 6
+    assert budgets.counts(20, 16, 16) == [16] * 6
+    assert budgets.counts(0, 16, 16) == [0] * 6
+
+
+def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "fold_budgets.json"
+    write(path, [[0.0, 1.0], [6.0, 3.0], [2.0, 0.0]], 16, {"model": "tiny", "calibrated_on": "two texts"})
+    assert FoldBudgets.load(path, LAYERS, HEADS) == table()
+    found = json.loads(path.read_text())
+    assert found["model"] == "tiny" and found["weights"][1] == [3.0, 1.5]
+
+
+def test_a_table_of_another_shape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fold_budgets.json"
+    write(path, [[1.0, 1.0]] * 4, 16, {})
+    for shape in ((3, 2), (4, 1), (2, 4)):
+        with pytest.raises(ParameterError, match=r"fold_budgets: .* is for 4 layers of 2 KV heads"):
+            FoldBudgets.load(path, *shape)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"weights": [], "conclusion": 16}',
+        '{"weights": [1.0, 2.0], "conclusion": 16}',
+        '{"weights": [[1.0, -2.0]], "conclusion": 16}',
+        '{"weights": [[0.0, 0.0]], "conclusion": 16}',
+        '{"weights": [[1.0, NaN]], "conclusion": 16}',
+        '{"weights": [[1.0, true]], "conclusion": 16}',
+        '{"weights": [[1.0, 2.0]], "conclusion": -1}',
+        '{"weights": [[1.0, 2.0]]}',
+    ],
+)
+def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "fold_budgets.json"
+    path.write_text(text)
+    with pytest.raises(ParameterError, match="fold_budgets"):
+        FoldBudgets.load(path, 1, 2)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"cannot read none\.json"):
+        FoldBudgets.load(tmp_path / "none.json", 1, 2)
+
+
+def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "fold_budgets.json"
+    with pytest.raises(ParameterError, match="not all 0"):
+        write(path, [[0.0]], 16, {})
+    assert not path.exists()
+
+
+def test_budgets_need_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import thinkfold.fold.budgets"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,167 @@
+"""Spans of closed thinking, and the positions at which something is due for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinkfold.errors import ParameterError
+from thinkfold.fold.planner import ANSWER_LAG, COMMIT_LAG, FoldPlanner, SpanState
+from thinkfold.types import AtAnswer, FoldMode, FoldPolicy, FoldProfile
+
+PAGE, PROMPT = 4, 6
+NUMBERS = FoldProfile(max_segment_tokens=24, min_segment_tokens=8, fold_delay=6, keep_raw_tokens=8, entries=4)
+
+
+def planner(policy=FoldMode.EAGER, at_answer=AtAnswer.KEEP):
+    made = FoldPlanner(FoldPolicy(policy, entries=4, at_answer=at_answer), PAGE, PROMPT)
+    made.numbers = NUMBERS
+    return made
+
+
+def spans(made):
+    return [(s.start, s.end) for s in made.spans]
+
+
+def test_spans_are_whole_pages_behind_the_prompt_and_residues_join_the_next():
+    made = planner()
+    made.observe([11, 25], None)  # segments end at positions 17 and 31
+    assert spans(made) == [(8, 16), (16, 28)]
+    made.observe([11, 25, 29], None)  # 35: the residue 28..31 and the new tokens to 32
+    assert spans(made)[-1] == (28, 32)
+    assert all(start % PAGE == end % PAGE == 0 for start, end in spans(made))
+
+
+def test_a_segment_that_fills_no_page_makes_no_span():
+    made = planner()
+    made.observe([1], None)  # position 7: the prompt's last page is not full before 8
+    assert spans(made) == []
+    made.observe([1, 5], None)
+    assert spans(made) == []  # 11 lies inside the page 8..11
+    made.observe([1, 5, 6], None)
+    assert spans(made) == [(8, 12)]
+
+
+def test_a_span_is_due_after_the_delay_and_the_raw_tail():
+    made = planner()
+    made.observe([11, 14], None)  # 17: 17 + 6 = 23 against 16 + 8 = 24; 20: 26 against 20 + 8 = 28
+    assert [s.due for s in made.spans] == [24, 28]
+    assert made.to_prepare(23) is None
+    span = made.to_prepare(24)
+    assert span is made.spans[0]
+    assert made.next_event(20) == 24 and made.next_event(24) == 28
+
+
+def test_a_prepared_span_is_committed_at_a_position_that_hangs_on_nothing_else():
+    made = planner()
+    made.observe([11], None)
+    span = made.spans[0]
+    made.prepare(span, 30)  # late, since the branch was computed again in one long row
+    assert span.commit_at == 24 + COMMIT_LAG
+    assert made.to_commit(24 + COMMIT_LAG - 1) is None
+    assert made.to_commit(24 + COMMIT_LAG) is span
+    assert made.next_event(24) == 24 + COMMIT_LAG
+    made.remove(span)
+    assert (made.spans, made.folded, made.folded_tokens) == ([], [(8, 16)], 8)
+
+
+def test_pages_of_a_span_are_counted_in_the_table_of_now():
+    made = planner()
+    made.observe([11, 25, 40], None)
+    first, second, third = made.spans
+    assert [made.first_page(s) for s in (first, second, third)] == [2, 4, 7]
+    made.remove(second)
+    assert (made.first_page(first), made.first_page(third)) == (2, 4)
+    made.remove(first)
+    assert made.first_page(third) == 2
+
+
+def test_a_refused_span_stays_raw_and_is_offered_again_by_force_only():
+    made = planner(FoldMode.PRESSURE)
+    made.observe([11], None)
+    span = made.spans[0]
+    assert made.under_pressure(23) == []  # the last tokens stay raw
+    assert made.under_pressure(24) == [span]
+    made.prepare(span, 24, pressed=True)
+    assert span.commit_at == 24 and made.under_pressure(30) == []
+    made.give_up(span)
+    assert span.state is SpanState.REFUSED
+    assert made.under_pressure(30) == [] and made.under_pressure(30, force=True) == [span]
+
+
+@pytest.mark.parametrize("mode", [FoldMode.OFF, FoldMode.EAGER])
+def test_who_does_not_fold_under_pressure(mode):
+    made = planner(mode)
+    made.observe([11, 25], None)
+    assert made.under_pressure(100) == []
+    assert bool(made.under_pressure(100, force=True)) == (mode is FoldMode.EAGER)
+
+
+def test_only_eager_folds_by_itself():
+    for mode in (FoldMode.OFF, FoldMode.PRESSURE):
+        made = planner(mode)
+        made.observe([11, 25], None)
+        assert made.to_prepare(100) is None and made.next_event(0) is None
+
+
+def test_at_the_answer_recycle_hurries_all_but_the_last_segment():
+    made = planner(at_answer=AtAnswer.RECYCLE)
+    made.observe([11, 25, 40], 40)  # segments end at 17, 31 and 46, where the answer begins
+    start = 46 + ANSWER_LAG
+    assert [s.due for s in made.spans] == [24, 37, 52]
+    assert start == 48
+    made = planner(at_answer=AtAnswer.RECYCLE)
+    made.observe([11, 35, 40], 40)  # 41 would be due at 48 or 47; the last segment waits for ever
+    assert [s.due for s in made.spans] == [24, 48, 52]
+    assert made.to_prepare(200) is made.spans[0]
+    made.remove(made.spans[0])
+    made.remove(made.spans[0])
+    assert made.answering and made.to_prepare(200) is None, "the last segment of thinking stays raw"
+
+
+def test_without_folding_recycle_waits_for_the_answer():
+    made = planner(FoldMode.OFF, AtAnswer.RECYCLE)
+    made.observe([11, 25, 40], None)
+    assert made.to_prepare(1000) is None
+    made.observe([11, 25, 40], 40)
+    start = 46 + ANSWER_LAG
+    assert made.to_prepare(start - 1) is None
+    assert made.to_prepare(start) is made.spans[0]
+
+
+def test_swap_at_the_answer_takes_one_run_of_pages_once_nothing_is_being_judged():
+    made = planner(at_answer=AtAnswer.SWAP)
+    made.observe([11, 25, 40], None)
+    assert made.to_offload(1000) is None
+    made.observe([11, 25, 40], 40)
+    start = 46 + ANSWER_LAG
+    assert made.to_offload(start - 1) is None
+    assert made.to_offload(start) == (2, 7)
+    made.prepare(made.spans[0], start)
+    assert made.to_offload(start) is None
+    made.remove(made.spans[0])
+    assert made.to_offload(start) == (2, 5)
+
+
+def test_positions_inside_folded_thinking_are_refused_with_the_nearest_good_ones():
+    made = planner()
+    made.observe([11, 25], None)
+    for position in range(40):
+        made.check_position(position)
+    made.remove(made.spans[0])
+    made.remove(made.spans[0])
+    for position in (0, 8, 28, 40):
+        made.check_position(position)
+    for position in (9, 16, 27):
+        with pytest.raises(ParameterError, match="nearest valid positions are 8 and 28"):
+            made.check_position(position)
+
+
+def test_a_restart_forgets_what_was_folded_and_reads_all_ends_again():
+    made = planner()
+    made.observe([11, 25], 30)
+    before = spans(made)
+    made.remove(made.spans[0])
+    made.restart()
+    assert (made.spans, made.folded, made.answering) == ([], [], False)
+    made.observe([11, 25], 30)
+    assert spans(made) == before and made.answering

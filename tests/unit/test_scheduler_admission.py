@@ -1,0 +1,209 @@
+"""What admission expects of lengths and of the memory of a batch."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from fakes import FreeRun, make_request
+
+from thinkfold.fold.planner import FoldPlanner, SpanState
+from thinkfold.kv.pages import PageClass
+from thinkfold.scheduler.admission import Admission, FoldShape, Life
+from thinkfold.scheduler.branch import Branch, BranchStatus
+from thinkfold.scheduler.forecast import LengthForecast
+from thinkfold.types import FoldMode, FoldPolicy, FoldProfile, Phase, ThinkingPolicy
+
+PAGE = 16
+NUMBERS = FoldProfile(max_segment_tokens=512, min_segment_tokens=128, fold_delay=64, keep_raw_tokens=128, entries=32)
+
+
+def forecast(*ends, running=()):
+    made = LengthForecast()
+    for end in ends[:-1]:
+        made.end(end, [])
+    made.end(ends[-1], running)
+    return made
+
+
+def test_the_curve_is_kaplan_and_meiers():
+    # ends 10, 20, 30, 40 and one running at 25: S = 4/5, 3/5, then 2 at risk: 3/10, 0
+    made = forecast(10, 20, 30, 40, running=[25])
+    tail = lambda share: (share * 4 + 1) / 5  # noqa: E731
+    for tokens, share in ((9, 1.0), (10, 0.8), (15, 0.8), (20, 0.6), (29, 0.6), (30, 0.3), (40, 0.0)):
+        assert made.survival(tokens, 0) == pytest.approx(tail(share)), tokens
+    assert made.survival(30, 20) == pytest.approx(tail(0.3) / tail(0.6))
+    assert [made.quantile(q) for q in (0.1, 0.2, 0.4, 0.7, 0.9)] == [10, 10, 20, 30, 40]
+    assert made.quantile(0.5, 20) == 30  # of those that reach 20, half are gone at 30
+
+
+def test_nobody_is_expected_far_beyond_the_longest_and_less_so_the_more_have_ended():
+    few, many = forecast(10), forecast(*[10] * 39)
+    assert few.last(0) == 30 and many.last(0) == pytest.approx(11)
+    assert few.survival(29, 0) == 0.5 and few.survival(30, 0) == 0.0
+    assert few.last(100) == 300, "one that has come further is its own measure"
+
+
+def test_censoring_raises_the_estimate():
+    ends = list(range(100, 200, 10))
+    alone, beside = forecast(*ends), forecast(*ends, running=[150] * 10)
+    assert all(beside.survival(t, 0) >= alone.survival(t, 0) for t in range(0, 300, 5))
+    assert beside.survival(160, 0) > alone.survival(160, 0)
+    assert beside.quantile(0.5) > alone.quantile(0.5)
+    cut = LengthForecast()
+    for end in ends:
+        cut.end(end, [], cut=True)
+    assert not cut.known and cut.survival(10_000, 0) == 1.0 and cut.last(0) == inf
+
+
+def test_only_the_last_ends_are_remembered():
+    made = forecast(*[5000] * 10, *[100] * 600)
+    assert made.survival(200, 0) == 0.0
+
+
+def branch(number, output=0, *, policy=None, budget=1000, max_tokens=4000, prompt=100, phase=Phase.THINKING):
+    thinking = ThinkingPolicy(True, budget, "default")
+    request = make_request(str(number), range(prompt), max_tokens=max_tokens, thinking=thinking, phase=phase)
+    steering = FreeRun(10_000, outputs=output, phase=phase)
+    planner = FoldPlanner(policy, PAGE, prompt) if policy else None
+    made = Branch(request, 0, number, steering, [0] * (prompt + output), folding=planner)
+    if planner:
+        planner.numbers = NUMBERS
+    if output:
+        made.slot, made.status = number, BranchStatus.RUNNING
+        made.table.kv_len = prompt + output
+    return made
+
+
+def usage(*branches):
+    held = sum(-(-b.table.kv_len // PAGE) for b in branches)
+    return {**dict.fromkeys(PageClass, 0), PageClass.THINKING: held}
+
+
+def most_admitted(admission, **kwargs):
+    """Branches that start one after the other until one is refused."""
+    running = []
+    for number in range(1, 200):
+        candidate = branch(number, **kwargs)
+        if not admission.admits(candidate, running, usage(*running)):
+            break
+        running.append(branch(number, 1, **kwargs))
+    return len(running)
+
+
+def test_a_cold_start_counts_on_the_budget():
+    assert most_admitted(Admission(4 * 1100 + 200, PAGE), budget=1000) == 4
+    assert most_admitted(Admission(4 * 1100 + 200, PAGE), budget=2000) == 2
+    assert most_admitted(Admission(4 * 1100 + 200, PAGE), budget=None, max_tokens=4400) == 1
+
+
+def test_the_first_branch_always_starts():
+    assert Admission(16, PAGE).admits(branch(1, budget=100_000), [], usage())
+
+
+def test_what_has_ended_replaces_the_budget():
+    admission = Admission(4 * 1100 + 200, PAGE)
+    for _ in range(60):
+        done = branch(0, 310)
+        done.steering.answer_start, done.steering.phase = 300, Phase.ANSWER
+        admission.learn(done, [])
+    assert most_admitted(admission, budget=1000) == 10  # of about 100 + 300 + 10, and a page
+
+
+def test_running_ones_that_go_on_for_longer_hold_newcomers_back():
+    admission = Admission(6000, PAGE)
+    for _ in range(60):
+        done = branch(0, 310)
+        done.steering.answer_start, done.steering.phase = 300, Phase.ANSWER
+        admission.learn(done, [])
+    young = [branch(n, 50) for n in range(1, 10)]
+    old = [branch(n, 500) for n in range(1, 10)]
+    assert admission.admits(branch(20), young, usage(*young))
+    assert not admission.admits(branch(21), old, usage(*old))
+
+
+def life(entries, thought, *, numbers=None, answering=False, answered=0, limit=5000, budget=inf, fixed=100):
+    return Life(entries, fixed, thought, answered, answering, limit, budget, (10,), numbers)
+
+
+def test_raw_entries_grow_by_one_a_token():
+    assert life(700, 600).entries_in(50, FoldShape(256)) == (750, 0.0)
+
+
+def test_folded_entries_are_the_prompt_the_tail_and_the_summaries():
+    shape, folding = FoldShape(256), life(100 + 4000, 4000, numbers=NUMBERS)
+    mean, variance = folding.entries_in(0, shape)
+    tail = 128 + 0.6 * 256
+    assert mean == pytest.approx(100 + tail + (4000 - tail) * 32 / 256)
+    assert variance > 0
+    later, _ = folding.entries_in(256, shape)
+    assert later - mean == pytest.approx(32), "one more segment is one more summary"
+    young, none = life(150, 50, numbers=NUMBERS).entries_in(10, shape)
+    assert (young, none) == (160, 0.0), "what is young is raw"
+    answering = life(100 + 4000, 4000, numbers=NUMBERS, answering=True)
+    assert answering.entries_in(30, shape)[0] == pytest.approx(mean + 30), "an answer is not folded"
+
+
+def test_refused_folds_raise_the_peak():
+    folding = life(100 + 4000, 4000, numbers=NUMBERS)
+    means = [folding.entries_in(0, FoldShape(256, refused))[0] for refused in (0.0, 0.5, 1.0)]
+    assert means[0] < means[1] < means[2] == pytest.approx(4100)
+
+
+def test_folding_admits_several_times_as_many_unless_the_queue_is_preferred():
+    capacity = 3 * 16_000
+    raw = most_admitted(Admission(capacity, PAGE), budget=16_000, max_tokens=16_500)
+    made = {}
+    for mode in (FoldMode.PRESSURE, FoldMode.EAGER):
+        for prefer in ("fold", "queue"):
+            policy = FoldPolicy(mode, entries=32, prefer=prefer)
+            admission = Admission(capacity, PAGE)
+            made[mode, prefer] = most_admitted(admission, budget=16_000, max_tokens=16_500, policy=policy)
+    assert raw == 2
+    assert made[FoldMode.PRESSURE, "queue"] == made[FoldMode.EAGER, "queue"] == raw
+    assert made[FoldMode.PRESSURE, "fold"] == made[FoldMode.EAGER, "fold"] >= 5 * raw
+
+
+def test_siblings_of_one_request_are_counted_with_it():
+    admission, running = Admission(4 * 1100 + 200, PAGE), [branch(1, 1)]
+    trunk = branch(2)
+    assert admission.admits(trunk, running, usage(*running))
+    trunk.children = [branch(n) for n in range(3, 7)]
+    for child in trunk.children:
+        child.status = BranchStatus.BEHIND_TRUNK
+    assert not admission.admits(trunk, running, usage(*running))
+
+
+def test_a_shared_prefix_is_counted_once():
+    running = [branch(n, 1, prompt=1600, budget=100) for n in range(1, 6)]
+    admission = Admission(1600 + 1700 + 6 * 150, PAGE)
+    apart, together = usage(*running), {**usage(), PageClass.PROMPT: 100, PageClass.THINKING: 5}
+    assert not admission.admits(branch(9, prompt=1600, budget=100), running, apart)
+    assert admission.admits(branch(10, prompt=1600, budget=100), running, together)
+
+
+def test_a_refused_branch_is_looked_at_again_when_the_batch_has_changed_or_time_has_passed():
+    admission = Admission(2000, PAGE)
+    running = [branch(1, 900)]
+    waiting = branch(2)
+    assert not admission.admits(waiting, running, usage(*running))
+    young = [branch(1, 1)]
+    answers = [admission.admits(waiting, young, usage(*young)) for _ in range(100)]
+    assert not answers[0] and any(answers) is False or answers.index(True) < 50
+    done = branch(0, 60)
+    done.steering.answer_start, done.steering.phase = 50, Phase.ANSWER
+    admission.learn(done, young)
+    assert admission.admits(waiting, young, usage(*young)), "an end is news"
+
+
+def test_spans_seen_take_the_place_of_the_profiles_middle():
+    admission, policy = Admission(10_000, PAGE), FoldPolicy(FoldMode.EAGER, entries=32)
+    done = branch(0, 4000, policy=policy)
+    done.folding.observe(list(range(160, 3200, 160)), None)
+    for span in list(done.folding.spans[:-2]):
+        done.folding.remove(span)
+    done.folding.spans[0].state = SpanState.REFUSED
+    admission.learn(done, [])
+    shape = admission._shape([branch(1, 10, policy=policy)])
+    assert 160 <= shape.span < 200
+    assert shape.refused == pytest.approx(1 / 18, rel=0.1)

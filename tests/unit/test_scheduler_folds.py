@@ -1,0 +1,238 @@
+"""Folding in the scheduler: what is drawn is a function of what is visible, so a wrong fold changes the tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from fakes import FreeRun, TokenFunction, make_request, run_scheduler
+
+from thinkfold.fold.planner import FoldPlanner
+from thinkfold.kv.manager import KVManager
+from thinkfold.scheduler.branch import Branch, BranchStatus
+from thinkfold.scheduler.scheduler import Scheduler
+from thinkfold.types import AtAnswer, FoldMode, FoldPolicy, FoldProfile, Phase
+
+PAGE, HEADS = 4, 2
+NUMBERS = FoldProfile(max_segment_tokens=24, min_segment_tokens=8, fold_delay=6, keep_raw_tokens=8, entries=4)
+SEGMENT = 14
+
+
+class Thinker(FreeRun):
+    """Thinks in segments of SEGMENT tokens, then answers for `answer` tokens."""
+
+    answer = 0
+
+    @property
+    def thinking(self) -> int:
+        return self.length - self.answer
+
+    @property
+    def segment_ends(self):
+        thought = min(self.outputs, self.thinking)
+        ends = list(range(SEGMENT, thought + 1, SEGMENT))
+        return [*ends, thought] if self.outputs >= self.thinking and thought not in ends else ends
+
+    @segment_ends.setter
+    def segment_ends(self, value):
+        assert value == []
+
+    @property
+    def answer_start(self):
+        return self.thinking if self.outputs >= self.thinking and self.answer else None
+
+    @answer_start.setter
+    def answer_start(self, value):
+        assert value is None
+
+
+class Reader(TokenFunction):
+    """Draws a hash of the raw entries that the row can see; counts the work it is given."""
+
+    def __init__(self, fold_error: float = 0.0) -> None:
+        super().__init__(lambda sample: 0)
+        self.fold_error = fold_error
+        self.did: Counter[str] = Counter()
+
+    def launch(self, plan):
+        for name in ("prepares", "commits", "dropped", "swap_out", "swap_in", "queries_out", "queries_in"):
+            self.did[name] += len(getattr(plan.memory, name))
+        return super().launch(plan)
+
+    def check(self, row, sample, context):
+        assert len(context) <= sample.position
+
+    def draw(self, sample, context):
+        return hash((tuple(context), sample.position)) % 1000 + 7
+
+
+def thinker(number, length, *, answer=0, prompt=range(5), policy=FoldMode.EAGER, **fold):
+    request = make_request(str(number), [1000 * number + t for t in prompt], max_tokens=length, phase=Phase.THINKING)
+    steering = Thinker(length, phase=Phase.THINKING)
+    steering.answer = answer
+    planner = FoldPlanner(FoldPolicy(policy, **{"entries": NUMBERS.entries, **fold}), PAGE, len(prompt))
+    planner.numbers = NUMBERS
+    return Branch(request, 0, number, steering, list(request.prompt_token_ids), folding=planner)
+
+
+def make(num_pages=400, *, host_pages=0, seqs=8, budget=64):
+    kv = KVManager(
+        num_pages,
+        PAGE,
+        enable_prefix_caching=True,
+        num_heads=HEADS,
+        reserve_pages=2,
+        host_pages=host_pages,
+    )
+    counts = lambda entries, tokens: [min(entries, tokens)] * HEADS  # noqa: E731
+    return Scheduler(kv, max_num_seqs=seqs, max_num_batched_tokens=budget, fold_counts=counts)
+
+
+def run(scheduler, branches, *, depth=0, runner=None, limit=4000):
+    runner = runner or Reader()
+    for branch in branches:
+        scheduler.add([branch])
+    run_scheduler(scheduler, runner, branches, depth=depth, limit=limit)
+    assert scheduler.kv.host_usage() == 0
+    used = sum(n for c, n in scheduler.kv.usage().items() if c != "cached")
+    assert used == 0, "pages are left behind"
+    return {b.order: b.output_ids for b in branches}, runner
+
+
+def alone(number, length, **kwargs):
+    outputs, _ = run(make(), [thinker(number, length, **kwargs)])
+    return outputs[number]
+
+
+LENGTHS = [60, 100, 33, 80, 90]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_eager_branch_folds_alike_alone_and_in_company(depth):
+    branches = [thinker(i, n) for i, n in enumerate(LENGTHS)]
+    scheduler = make()
+    outputs, runner = run(scheduler, branches, depth=depth)
+    assert outputs == {i: alone(i, n) for i, n in enumerate(LENGTHS)}
+    assert runner.did["commits"] == scheduler.folds.totals["folds"] > 10
+    unfolded, _ = run(make(), [thinker(1, 100, policy=FoldMode.OFF)])
+    assert unfolded[1] != outputs[1], "folding is seen in the tokens"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("pages", [20, 26, 40])
+@pytest.mark.parametrize("host_pages", [0, 12, 200])
+def test_eager_tokens_do_not_depend_on_preemption_or_swaps(depth, pages, host_pages):
+    branches = [thinker(i, n) for i, n in enumerate(LENGTHS)]
+    scheduler = make(pages, host_pages=host_pages, seqs=5)
+    outputs, runner = run(scheduler, branches, depth=depth)
+    assert outputs == {i: alone(i, n) for i, n in enumerate(LENGTHS)}
+    assert runner.did["queries_out"] == runner.did["queries_in"]
+    if pages == 20:
+        assert scheduler.num_preemptions > 0
+        assert (scheduler.pressure["swap"] > 0) == (host_pages > 0)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pressure_folds_instead_of_preempting(depth):
+    raw = make(56, seqs=5)
+    run(raw, [thinker(i, n, policy=FoldMode.OFF) for i, n in enumerate(LENGTHS)], depth=depth)
+    assert raw.num_preemptions > 0
+    folded = make(56, seqs=5)
+    run(folded, [thinker(i, n, policy=FoldMode.PRESSURE) for i, n in enumerate(LENGTHS)], depth=depth)
+    assert folded.num_preemptions == 0
+    assert folded.pressure["fold"] == folded.folds.totals["folds"] > 0
+
+
+def test_pressure_with_ample_memory_folds_nothing():
+    scheduler = make()
+    outputs, _ = run(scheduler, [thinker(0, 100, policy=FoldMode.PRESSURE)])
+    assert outputs[0] == alone(0, 100, policy=FoldMode.OFF)
+    assert not scheduler.folds.totals
+
+
+def test_the_gate_keeps_a_bad_fold_raw_and_says_so():
+    scheduler = make()
+    outputs, runner = run(scheduler, [thinker(0, 100, gate=0.2)], runner=Reader(fold_error=0.5))
+    assert outputs[0] == alone(0, 100, policy=FoldMode.OFF)
+    assert runner.did["commits"] == 0 and scheduler.folds.totals["refused"] == runner.did["dropped"] > 3
+    assert all(fold.refused and fold.error == 0.5 for _, fold in scheduler.folds.done)
+
+
+def test_a_lone_branch_folds_what_was_refused_before_it_gives_up():
+    scheduler = make(18)
+    branch = thinker(0, 100, policy=FoldMode.PRESSURE, gate=0.2)
+    run(scheduler, [branch], runner=Reader(fold_error=0.5))
+    assert len(branch.output_ids) == 100 and scheduler.pressure["fold_forced"] > 0
+
+
+def test_a_lone_branch_that_cannot_go_on_ends_with_an_error():
+    scheduler, runner = make(14), Reader()
+    branch = thinker(0, 100, policy=FoldMode.OFF)
+    scheduler.add([branch])
+    for _ in range(200):
+        plan = scheduler.plan()
+        if plan is None:
+            break
+        result = runner.launch(plan)
+        for (owner, _), token in zip(scheduler.collect(plan.step), result.token_ids, strict=True):
+            owner.token_ids.append(token)
+            owner.steering.outputs += 1
+    assert scheduler.ended[0] is branch and "14 pages" in str(branch.error)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("at_answer", list(AtAnswer))
+@pytest.mark.parametrize("policy", [FoldMode.OFF, FoldMode.EAGER])
+def test_raw_thinking_leaves_when_the_answer_starts(depth, at_answer, policy):
+    scheduler = make(host_pages=100)
+    branch = thinker(0, 100, answer=30, policy=policy, at_answer=at_answer)
+    outputs, runner = run(scheduler, [branch], depth=depth)
+    assert outputs[0] == alone_with_host(branch, at_answer, policy)
+    context = len(runner.contexts[-1])
+    spans = 70 // PAGE * PAGE  # thinking that ended in whole pages, more or less
+    if policy is FoldMode.OFF and at_answer is AtAnswer.KEEP:
+        assert context == 104
+    else:
+        assert context <= 104 - spans + 2 * SEGMENT + 2 * PAGE
+    assert (runner.did["swap_out"] > 0) == (at_answer is AtAnswer.SWAP and policy is FoldMode.OFF)
+
+
+def alone_with_host(branch, at_answer, policy):
+    twin = thinker(branch.order, 100, answer=30, policy=policy, at_answer=at_answer)
+    outputs, _ = run(make(host_pages=100), [twin])
+    return outputs[branch.order]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_aborts_at_any_moment_return_everything(depth):
+    rng = random.Random(depth)
+    for trial in range(60):
+        scheduler, runner = make(30, host_pages=rng.choice([0, 20])), Reader()
+        branches = [thinker(i, n, policy=rng.choice(list(FoldMode))) for i, n in enumerate(LENGTHS)]
+        for branch in branches:
+            scheduler.add([branch])
+        pending = []
+        for _ in range(rng.randrange(5, 150)):
+            plan = scheduler.plan()
+            if plan is not None:
+                pending.append((plan, runner.launch(plan)))
+            if pending and (plan is None or len(pending) > depth):
+                step, result = pending.pop(0)
+                for fold_id, error in result.fold_errors:
+                    scheduler.folds.judge(fold_id, error)
+                for (owner, wanted), token in zip(scheduler.collect(step.step), result.token_ids, strict=True):
+                    if wanted:
+                        owner.token_ids.append(token)
+                        owner.steering.outputs += 1
+                        if owner.steering.outputs >= owner.steering.length:
+                            scheduler.finish(owner)
+            scheduler.check_integrity()
+        for branch in branches:
+            if branch.status is not BranchStatus.FINISHED:
+                scheduler.finish(branch)
+        for step, _ in pending:
+            scheduler.collect(step.step)
+        scheduler.check_integrity()
+        assert sum(n for c, n in scheduler.kv.usage().items() if c != "cached") == 0, trial
+        assert scheduler.kv.host_usage() == 0, trial
