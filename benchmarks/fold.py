@@ -44,7 +44,7 @@ from thinkfold.scheduler.output import BatchRow
 from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
 
 PAGE_SIZE = 16
-OFFSET = 900_000  # number of the first problem, far from those of any eval and of the shipped budget table
+OFFSET = 900_004  # number of the first problem, far from those of any eval and of the shipped budget table
 ENTRIES = (8, 16, 32)
 
 
@@ -129,7 +129,7 @@ class Reader:
             if planner:
                 known = [end for end in ends if prompt + end <= position]
                 planner.observe(known, answer_start if (answer_start or last) + prompt <= position else None)
-                self._fold(planner, memory, position, prepared, errors, arm)
+                self._fold(planner, memory, position, prepared, errors, arm, [prompt + end for end in known])
                 coming = [prompt + e for e in (*ends, answer_start or last) if prompt + e > position]
                 stop = min(last, *coming, planner.next_event(position) or last)
             logprobs.append(self._forward(memory, ids, position, stop)[max(0, prompt - 1 - position) :])
@@ -166,6 +166,7 @@ class Reader:
         prepared: list[tuple[Span, Summary, float]],
         errors: list[float],
         arm: Arm | None,
+        ends: Sequence[int],
     ) -> None:
         """Commit and prepare what is due before the token at `position`, as the engine does."""
         assert arm is not None
@@ -183,6 +184,8 @@ class Reader:
         while (span := planner.to_prepare(position)) is not None:
             counts = self.budgets.counts(arm.entries, span.tokens, PAGE_SIZE)
             chosen_by, judged_by = judges(memory, span, position, planner.num_prompt_tokens, self._inv_freq)
+            inside = range(span.start, span.end + PAGE_SIZE)  # a segment ends within a page behind its span
+            chosen_by = replace(chosen_by, ends=tuple(end - span.start for end in ends if end in inside))
             budget = torch.tensor(counts).view(memory.keys.shape[:2])
             options = self.options if arm.selector == "conclusion_attention" else {}
             summary = selectors.create(arm.selector, **options).select(chosen_by, budget)

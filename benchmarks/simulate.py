@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from thinkfold.cli import rows
 from thinkfold.kv.manager import KVManager
@@ -64,7 +64,7 @@ LOADS = {
     "7b-32k": Load(2000, (8000, 24000, 64000), 500, (512, 1024), 16, FOLD_PROFILES["default"], 65536),
 }
 SHORT = Load(12, (190, 290, 525), 6, (10, 25), 4, FoldProfile(32, 8, 4, 8, 4), 1024)
-ARMS = {
+ARMS: dict[str, tuple[FoldMode, Literal["fold", "queue"], bool]] = {  # policy, prefer, predicted admission
     "off": (FoldMode.OFF, "fold", True),
     "off_greedy": (FoldMode.OFF, "fold", False),
     "pressure": (FoldMode.PRESSURE, "fold", True),
@@ -140,7 +140,7 @@ def metrics(outcome: Outcome, seconds: float) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases, print and keep their rows."""
-    parser = argparse.ArgumentParser(prog="thinkfold bench simulate", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="thinkfold bench simulate", description=str(__doc__).partition("\n")[0])
     cases = [f"{load}/{arm}" for load in LOADS for arm in ARMS] + [f"overload/{arm}" for arm in ARMS]
     parser.add_argument("--case", action="append", help="one of the cases; may be repeated (default: all of pebble)")
     parser.add_argument("--completions", type=int, default=200, help="requests of a closed loop that count")

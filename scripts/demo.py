@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,9 +18,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from openai import OpenAI
+from screen import Screen
 
 from thinkfold.pebble import Problem, score
 from thinkfold.pebble.suites import problem_at
@@ -31,68 +32,24 @@ ANSWER_SECONDS = 300
 MAX_TOKENS = 6_000
 SUITE = "medium"
 QUESTION = 3
+POOL_ENTRIES = 800  # a whole number of pages
+ENTRY_BYTES = 2 * 8 * 2 * 64 * 4  # of Pebble in fp32: K and V, 8 layers, 2 KV heads of 64
 
 
 class DemoError(Exception):
     """The demo could not go on; the message is for the user."""
 
 
-class Screen:
-    """Writes thinking dimmed and indented behind a bar, segment by segment, and the answer plainly."""
+@dataclass
+class Reply:
+    """What came back; times as `time.monotonic` tells them, `seconds` for the whole."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        colour = out.isatty() and "NO_COLOR" not in os.environ
-        self._dim, self._bold, self._off = ("\x1b[2m", "\x1b[1m", "\x1b[0m") if colour else ("", "", "")
-        self._width = min(100, shutil.get_terminal_size((100, 24)).columns) - 8
-        self._column = 0
-        self._line_is_empty = True  # of the model's line; a wrapped line has a column of 0 too
-        self._blank = False
-        self.segments = 0
-
-    def line(self, text: str = "") -> None:
-        print(text, file=self._out, flush=True)
-
-    def title(self, text: str) -> None:
-        self.line(f"\n{self._bold}{text}{self._off}")
-
-    def thinking(self, delta: str) -> None:
-        """Show a piece of thinking; an empty line of the model's starts a new segment."""
-        for char in delta:
-            if char == "\n":
-                self._blank = self._blank or self._line_is_empty
-                self._line_is_empty = True
-                self.end_thinking()
-            else:
-                self._put(char)
-        self._out.flush()
-
-    def answer(self, delta: str) -> None:
-        self._out.write(delta)
-        self._out.flush()
-
-    def end_thinking(self) -> None:
-        """End the line on the screen, if one is open."""
-        if self._column:
-            self._out.write(f"{self._off}\n")
-            self._column = 0
-
-    def _put(self, char: str) -> None:
-        if self._column == 0:
-            if char == " ":
-                return
-            starts_segment = self._blank or self.segments == 0
-            if starts_segment:
-                self.segments += 1
-                if self.segments > 1:
-                    self._out.write(f"{self._dim}     │{self._off}\n")
-            self._out.write(f"{self._dim}{self.segments if starts_segment else '':>4} │ ")
-            self._blank = False
-        self._out.write(char)
-        self._column += 1
-        self._line_is_empty = False
-        if self._column >= self._width and char == " ":
-            self.end_thinking()
+    started: float
+    text: str = ""
+    usage: Any = None
+    finish_reason: str | None = None
+    first: float | None = None
+    seconds: float = 0.0
 
 
 @contextmanager
@@ -102,6 +59,7 @@ def running_server() -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "thinkfold", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--device", "cpu", "--kv-cache-bytes", str(POOL_ENTRIES * ENTRY_BYTES)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -143,11 +101,11 @@ def show_log(log: TextIO) -> None:
         print(f"  server: {line}", file=sys.stderr)
 
 
-def ask(address: str, problem: Problem, screen: Screen) -> dict[str, Any]:
-    """Stream one answer to the screen; returns its text, usage and times in seconds."""
+def ask(address: str, problem: Problem, fold: str, screen: Screen | None = None) -> Reply:
+    """Stream one answer under a fold policy, to the screen if there is one."""
     client = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60, max_retries=0)
     model = client.models.list().data[0].id
-    started = time.monotonic()
+    reply = Reply(started=time.monotonic())
     stream = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": problem.question}],
@@ -155,57 +113,68 @@ def ask(address: str, problem: Problem, screen: Screen) -> dict[str, Any]:
         max_tokens=MAX_TOKENS,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body={"thinkfold": {"fold": {"policy": fold}, "events": True}},
     )
-    seen: dict[str, Any] = {"text": "", "usage": None, "costs": None, "first": None}
     for chunk in stream:
-        if time.monotonic() - started > ANSWER_SECONDS:
+        if time.monotonic() - reply.started > ANSWER_SECONDS:
             raise DemoError(f"no end of the answer after {ANSWER_SECONDS} seconds")
-        seen["usage"] = chunk.usage or seen["usage"]
-        seen["costs"] = (chunk.model_extra or {}).get("thinkfold", {}).get("costs", seen["costs"])
+        reply.usage = chunk.usage or reply.usage
+        event = (chunk.model_extra or {}).get("thinkfold", {}).get("fold")
+        if event and screen:
+            screen.fold(event)
         for choice in chunk.choices:
-            show(choice.delta, seen, screen, started)
-    seen["seconds"] = time.monotonic() - started
-    screen.line()
-    return seen
+            reply.finish_reason = choice.finish_reason or reply.finish_reason
+            show(choice.delta, reply, screen)
+    reply.seconds = time.monotonic() - reply.started
+    if reply.usage is None or reply.first is None:
+        raise DemoError("the server sent no answer")
+    return reply
 
 
-def show(delta: Any, seen: dict[str, Any], screen: Screen, started: float) -> None:
+def show(delta: Any, reply: Reply, screen: Screen | None) -> None:
     reasoning = getattr(delta, "reasoning", None) or ""
     content = delta.content or ""
-    if (reasoning or content) and seen["first"] is None:
-        seen["first"] = time.monotonic() - started
-    if reasoning and not screen.segments:
-        screen.title("Thinking")
-    screen.thinking(reasoning)
-    if content:
-        if not seen["text"]:
+    if (reasoning or content) and reply.first is None:
+        reply.first = time.monotonic()
+    if screen and reasoning:
+        if not screen.segments:
+            screen.title("Thinking")
+        screen.thinking(reasoning)
+    if screen and content:
+        if not reply.text:
             screen.end_thinking()
             screen.title("Answer")
             content = content.lstrip()
-        seen["text"] += content
         screen.answer(content)
+    reply.text += content
 
 
-def summary(seen: dict[str, Any], problem: Problem, screen: Screen, to_first: float) -> None:
-    usage = seen["usage"]
-    if usage is None or seen["costs"] is None or seen["first"] is None:
-        raise DemoError("the server sent no answer")
-    thinking = usage.completion_tokens_details.reasoning_tokens
-    verdict = "correct" if score(problem, seen["text"]) >= 1.0 else f"wrong, expected {problem.answer}"
-    rate = usage.completion_tokens / seen["seconds"]
-    screen.title(f"The answer is {verdict}.")
-    screen.line(
-        f"  tokens   {usage.prompt_tokens} prompt, {thinking} thinking in {screen.segments} segments, "
-        f"{usage.completion_tokens - thinking} answer"
-    )
-    screen.line(
-        f"  time     {to_first:.1f} s from start to first token, {seen['seconds']:.1f} s for the response, "
-        f"{rate:.0f} tokens/s"
-    )
-    costs = seen["costs"]
-    screen.line(
-        f"  KV       {costs['kv_peak_entries']} entries at most, {costs['kv_byte_seconds'] / 1e6:.1f} MB·s held"
-    )
+def compare(replies: dict[str, Reply], problem: Problem, screen: Screen) -> None:
+    """The three costs of the same question under each policy, side by side."""
+    columns = {name: column(reply, problem) for name, reply in replies.items()}
+    screen.title(f"{'':26}" + "".join(f"{'fold=' + name:>22}" for name in columns))
+    for label in next(iter(columns.values())):
+        screen.line(f"  {label:24}" + "".join(f"{values[label]:>22}" for values in columns.values()))
+
+
+def column(reply: Reply, problem: Problem) -> dict[str, str]:
+    costs = reply.usage.model_extra["thinkfold"]
+    tokens, kv = costs["tokens"], costs["kv"]
+    if reply.finish_reason == "length":
+        verdict = "cut: the pool is full"
+    else:
+        verdict = "correct" if score(problem, reply.text) >= 1.0 else f"wrong ({problem.answer})"
+    return {
+        "answer": verdict,
+        "tokens: prompt": f"{tokens['prompt']}",
+        "tokens: thinking": f"{tokens['thinking']}",
+        "tokens: answer": f"{tokens['answer']}",
+        "folds": f"{costs['folds']}",
+        "KV: entries at most": f"{kv['peak_entries']}",
+        "KV: MB·s held": f"{kv['byte_seconds'] / 1e6:.0f}",
+        "time: seconds": f"{reply.seconds:.1f}",
+        "tokens a second": f"{reply.usage.completion_tokens / reply.seconds:.0f}",
+    }
 
 
 def main() -> int:
@@ -222,12 +191,17 @@ def main() -> int:
         screen.line("Starting `thinkfold serve` with the embedded model …")
         with running_server() as address:
             screen.line(f"Ready on {address} after {time.monotonic() - started:.1f} s; asking with the OpenAI client.")
+            screen.line(
+                f"Its KV pool holds {POOL_ENTRIES} entries, fewer than this question needs: thinking will be folded."
+            )
             screen.title("Question")
             for line in problem.question.splitlines():
                 screen.line(textwrap.fill(line, 92))
-            asked = time.monotonic()
-            seen = ask(address, problem, screen)
-            summary(seen, problem, screen, asked - started + (seen["first"] or 0.0))
+            replies = {"pressure": ask(address, problem, "pressure", screen)}
+            screen.line(f"\n\nFirst token after {(replies['pressure'].first or 0.0) - started:.1f} s.")
+            screen.line("The same question without folding …")
+            replies["off"] = ask(address, problem, "off")
+            compare(replies, problem, screen)
     except KeyboardInterrupt:
         return 130
     except Exception as error:

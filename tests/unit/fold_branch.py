@@ -90,7 +90,15 @@ class Branch:
         self.folds += 1
         fold_id = self.slot * 1000 + self.folds
         _, end = self.span(first, count)
-        return FoldPrepare(fold_id, self.slot, self.pages[first : first + count], end, selector, entries)
+        return FoldPrepare(
+            fold_id,
+            self.slot,
+            self.pages[first : first + count],
+            end,
+            (count * self.places.page_size,),
+            selector,
+            entries,
+        )
 
     def commit(self, prepared: FoldPrepare, first: int) -> FoldCommit:
         """Drop the span's pages from the table and take head blocks for what stays."""

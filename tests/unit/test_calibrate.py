@@ -36,11 +36,11 @@ def texts(tmp_path: Path) -> list[str]:
 
 def test_texts_become_a_table_of_the_models_shape(tmp_path: Path, texts: list[str]) -> None:
     out = tmp_path / "table.json"
-    words = ["calibrate", "--texts", *texts, "--max-tokens", "1200", "--conclusion", "16", "--out", str(out)]
+    words = ["calibrate", "--texts", texts[0], "--max-tokens", "1200", "--conclusion", "16", "--out", str(out)]
     assert main(words) == 0
     first = out.read_text()
     found = json.loads(first)
-    assert found["model"] == "pebble" and found["folds"] == 4 and found["conclusion"] == 16
+    assert found["model"] == "pebble" and found["folds"] == 2 and found["conclusion"] == 16
     counts = FoldBudgets.load(out, LAYERS, HEADS).counts(32, 512, 16)
     assert min(counts) >= 16 and sum(counts) == 32 * LAYERS * HEADS and len(set(counts)) > 1
     assert main(words) == 0

@@ -11,13 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import demo
+from screen import Screen
 
 THINKING = "Try 2 * 3 = 6.\nThat is too small.\n\nTry 4 * 6 = 24." + " And so on" * 20 + "\n\n\nFound it.\n"
 
 
 def picture(pieces: list[str]) -> tuple[str, int]:
     out = io.StringIO()
-    screen = demo.Screen(out)
+    screen = Screen(out)
     for piece in pieces:
         screen.thinking(piece)
     screen.end_thinking()

@@ -167,6 +167,17 @@ def test_ours_keeps_the_conclusion_first() -> None:
     assert summary.pooled is None
 
 
+def test_a_conclusion_is_kept_where_its_segment_ends_and_not_where_the_pages_do() -> None:
+    """One end lies 5 tokens inside the fold, the other 7 behind it: the rest of that conclusion is the next fold's."""
+    segments = replace(make_segments(), ends=(5, 47))
+    indices = select("conclusion_attention", segments, uniform_budget(LAYERS, HEADS, 14)).indices
+    assert torch.equal(indices, torch.tensor([*range(5), *range(31, 40)]).expand_as(indices))
+    more = select("conclusion_attention", segments, uniform_budget(LAYERS, HEADS, 16)).indices
+    assert all({*range(5), *range(31, 40)} < set(row) for row in more.flatten(0, 2).tolist())
+    none = select("conclusion_attention", replace(segments, ends=()), uniform_budget(LAYERS, HEADS, 14)).indices
+    assert not torch.equal(none, indices)
+
+
 @pytest.mark.parametrize("name", ["conclusion_attention", "snap", "kmeans", "attention_matching", "rkv"])
 def test_a_token_that_all_queries_look_at_stays(name: str) -> None:
     segments = make_segments()

@@ -39,9 +39,9 @@ def test_the_curve_is_kaplan_and_meiers():
 
 def test_nobody_is_expected_far_beyond_the_longest_and_less_so_the_more_have_ended():
     few, many = forecast(10), forecast(*[10] * 39)
-    assert few.last(0) == 30 and many.last(0) == pytest.approx(11)
-    assert few.survival(29, 0) == 0.5 and few.survival(30, 0) == 0.0
-    assert few.last(100) == 300, "one that has come further is its own measure"
+    assert few.last(0) == 50 and many.last(0) == pytest.approx(12)
+    assert few.survival(49, 0) == 0.5 and few.survival(50, 0) == 0.0
+    assert few.last(100) == 500, "one that has come further is its own measure"
 
 
 def test_censoring_raises_the_estimate():
@@ -107,7 +107,7 @@ def test_what_has_ended_replaces_the_budget():
         done = branch(0, 310)
         done.steering.answer_start, done.steering.phase = 300, Phase.ANSWER
         admission.learn(done, [])
-    assert most_admitted(admission, budget=1000) == 10  # of about 100 + 300 + 10, and a page
+    assert most_admitted(admission, budget=1000) == 10  # of 100 + 300 tokens and a page each
 
 
 def test_running_ones_that_go_on_for_longer_hold_newcomers_back():
@@ -183,17 +183,18 @@ def test_a_shared_prefix_is_counted_once():
 
 
 def test_a_refused_branch_is_looked_at_again_when_the_batch_has_changed_or_time_has_passed():
-    admission = Admission(2000, PAGE)
-    running = [branch(1, 900)]
-    waiting = branch(2)
+    admission, waiting, running = Admission(2000, PAGE), branch(2), [branch(1, 10)]
     assert not admission.admits(waiting, running, usage(*running))
-    young = [branch(1, 1)]
-    answers = [admission.admits(waiting, young, usage(*young)) for _ in range(100)]
-    assert not answers[0] and any(answers) is False or answers.index(True) < 50
+    older = [branch(1, 900)]  # it ends in 100 tokens at most
+    answers = [admission.admits(waiting, older, usage(*older)) for _ in range(100)]
+    assert (answers[0], answers[-1]) == (False, True)
+    assert not admission.admits(waiting, running, usage(*running))
+    assert admission.admits(branch(3), older, usage(*older)), "another one need not wait"
+    assert not admission.admits(waiting, running, usage(*running))
     done = branch(0, 60)
     done.steering.answer_start, done.steering.phase = 50, Phase.ANSWER
-    admission.learn(done, young)
-    assert admission.admits(waiting, young, usage(*young)), "an end is news"
+    admission.learn(done, running)
+    assert admission.admits(waiting, older, usage(*older)), "an end is news"
 
 
 def test_spans_seen_take_the_place_of_the_profiles_middle():

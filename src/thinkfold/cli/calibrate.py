@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets, write
 from thinkfold.fold.planner import FoldPlanner, Span
-from thinkfold.pebble import SUITES
+from thinkfold.pebble import SUITES, pebble_path
 from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
 
 OFFSET = 1_000_000  # of the first problem, so that no problem of an eval is among them
@@ -80,17 +81,12 @@ def count(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> 
 
     from thinkfold.cli.capture import read, use_tape
     from thinkfold.fold.compaction import global_counts, importance, segment_share
-    from thinkfold.runner.attention_facts import attention_facts
     from thinkfold.runner.folder import AHEAD
-    from thinkfold.runner.loader import load
 
-    loaded = load(_config(args))
-    inv_freq = attention_facts(loaded).inv_freq
-    if inv_freq is None:
-        raise UnsupportedError("model", "its queries cannot be turned ahead: its rope is not the plain one")
-    tape, won, folds = use_tape(loaded.model), torch.zeros(()), 0
+    model, inv_freq = _load(args)
+    tape, won, folds = use_tape(model), torch.zeros(()), 0
     for sample in tqdm(samples, unit="text", file=sys.stderr):
-        record = read(loaded.model, tape, sample.ids)
+        record = read(model, tape, sample.ids)
         for span in sample.spans:
             now = min(span.due, len(sample.ids))
             late = torch.linspace(span.end, now - 1, min(QUERIES, now - span.end)).long()
@@ -102,6 +98,28 @@ def count(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> 
             won, folds = won + (counts - first).cpu(), folds + 1
     mean = won.double().mean().clamp(min=1e-9)
     return (won / mean).tolist(), folds
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model as transformers makes it, without the engine's own layers, and the frequencies of its rope."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from thinkfold.runner.loader import check_supported, pick_device
+
+    device = pick_device(args.device)
+    source = pebble_path() if args.model == "pebble" else args.model
+    dtype = "float32" if args.dtype == "auto" and device.type == "cpu" else args.dtype
+    try:
+        config = AutoConfig.from_pretrained(source)
+        check_supported(config)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+    except (OSError, KeyError) as error:
+        raise ParameterError("model", f"cannot load {args.model!r}: {error}") from error
+    inv_freq = getattr(getattr(model.base_model, "rotary_emb", None), "inv_freq", None)
+    if not isinstance(inv_freq, torch.Tensor):
+        raise UnsupportedError("model", "its queries cannot be turned ahead: its rope is not the plain one")
+    return model.eval().requires_grad_(False).to(device), inv_freq.to(device)  # type: ignore[arg-type]
 
 
 def _texts(args: argparse.Namespace, policy: FoldPolicy) -> list[Sample]:

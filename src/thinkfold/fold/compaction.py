@@ -5,6 +5,8 @@ Shapes as in `segments`. Everything is a pure function; arithmetic runs in the d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,13 +56,14 @@ def check_budget(budget: Tensor, segments: Segments) -> None:
         raise ParameterError("budget", f"must stay in [0, {segments.tokens}], the tokens of a segment")
 
 
-def choose(scores: Tensor, budget: Tensor, conclusion: int = 0) -> Tensor:
-    """The best `budget[l, h]` tokens of each head by `scores` `[F, L, H, T]`, the last `conclusion` tokens first.
+def choose(scores: Tensor, budget: Tensor, conclusion: int = 0, ends: Sequence[int] | None = None) -> Tensor:
+    """The best `budget[l, h]` tokens of each head by `scores` `[F, L, H, T]`, `conclusion` tokens before ends first.
 
-    Returns indices `[F, L, H, max(budget)]`, ascending, then −1. Among equals the newest wins.
+    `ends` as in `Segments`; of a conclusion only what lies inside the segment is meant. Returns indices
+    `[F, L, H, max(budget)]`, ascending, then −1. Among equals the newest wins.
     """
     tokens = scores.shape[-1]
-    order = tokens - 1 - _protect(scores, conclusion).flip(-1).argsort(dim=-1, descending=True, stable=True)
+    order = tokens - 1 - _protect(scores, conclusion, ends).flip(-1).argsort(dim=-1, descending=True, stable=True)
     width = int(budget.max())
     absent = torch.arange(width, device=scores.device) >= budget.to(scores.device).unsqueeze(-1)
     chosen = order[..., :width].masked_fill(absent, tokens).sort(-1).values
@@ -116,7 +119,8 @@ def rotate(rows: Tensor, shift: Tensor, inv_freq: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def _protect(scores: Tensor, conclusion: int) -> Tensor:
+def _protect(scores: Tensor, conclusion: int, ends: Sequence[int] | None = None) -> Tensor:
     protected = scores.clone()
-    protected[..., max(0, scores.shape[-1] - conclusion) :] = torch.inf
+    for end in (scores.shape[-1],) if ends is None else ends:
+        protected[..., max(0, end - conclusion) : max(0, end)] = torch.inf
     return protected

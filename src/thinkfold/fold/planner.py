@@ -29,6 +29,7 @@ class SpanState(Enum):
 class Span:
     """Whole raw pages `[start, end)` of closed thinking. `due` and `commit_at` are positions to wait for.
 
+    `ends` are ends of segments, counted from `start`: those inside, and one in the page behind the span.
     `pressed`: it is folded because memory is short, not because its position came; `forced`:
     whatever its estimate says.
     """
@@ -36,6 +37,7 @@ class Span:
     start: int
     end: int
     due: int
+    ends: tuple[int, ...] = ()
     state: SpanState = SpanState.CLOSED
     pressed: bool = False
     forced: bool = False
@@ -64,6 +66,7 @@ class FoldPlanner:
         self._seen = 0
         self._answer_start: int | None = None
         self._segment_start = self._segment_end = self.num_prompt_tokens  # of the newest closed segment
+        self._ends: list[int] = []  # of closed segments that reach behind the last span
         self.spans: list[Span] = []  # by position; folded ones are gone
         self.folded: list[tuple[int, int]] = []  # by position
 
@@ -176,11 +179,13 @@ class FoldPlanner:
 
     def _close(self, end: int) -> None:
         self._segment_start, self._segment_end = self._segment_end, end
+        self._ends.append(end)
         last_page = end // self._page_size * self._page_size
         if last_page > self._next_start:
             due = max(end + self.numbers.fold_delay, last_page + self.numbers.keep_raw_tokens)
-            self.spans.append(Span(self._next_start, last_page, due))
-            self._next_start = last_page
+            ends = tuple(e - self._next_start for e in self._ends)
+            self.spans.append(Span(self._next_start, last_page, due, ends))
+            self._next_start, self._ends = last_page, [e for e in self._ends if e > last_page]
 
 
 def folded_entries(numbers: FoldProfile, thinking: int, raw: int) -> float:

@@ -22,6 +22,8 @@ class Segments:
     `queries` hold the `group` query heads of one KV head side by side (row = position · group + head), the `late`
     first positions are real queries from after the segment in their order, the rest stand for the future.
     `context_lse` is the log-sum-exp of each row's scaled logits over everything it sees, the segment included.
+    `ends` say where stretches of thinking end, as numbers of tokens from the segment's start; an end may lie up to a
+    page behind the segment or at its start, since folds are made of whole pages. None means the segment's own end.
     """
 
     keys: Tensor  # [F, L, H, T, D]
@@ -31,6 +33,7 @@ class Segments:
     late: int
     group: int
     scale: float
+    ends: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.keys.dim() != 5 or not self.keys.shape[3]:

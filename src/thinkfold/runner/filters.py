@@ -11,8 +11,8 @@ from torch import Tensor
 
 from thinkfold.types import SamplingParams
 
-# The nucleus of nearly every step fits in this many of the largest logits.
-NUCLEUS_TRY = 256
+# On a CPU: the nucleus of nearly every step fits in so many of the largest weights, else in so many.
+NUCLEUS_TRIES = (24, 256)
 
 
 def draw(logits: Tensor, knobs: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -23,16 +23,16 @@ def draw(logits: Tensor, knobs: Tensor, params: list[SamplingParams]) -> Tensor:
     """
     temperature, u, top_p, min_p, top_k = knobs
     best = logits.amax(dim=-1, keepdim=True)
-    weights = torch.exp((logits - best).double() / temperature[:, None])  # [N, V], 1 at the best
+    weights = (logits - best).double().div_(temperature[:, None]).exp_()  # [N, V], 1 at the best
     keep = kept(weights, top_k.long(), top_p, min_p, params)
     if keep is not None:
-        weights = weights.masked_fill(~keep, 0.0)
+        weights *= keep
     cdf = weights.cumsum(dim=-1)
-    target = u[:, None] * cdf[:, -1:]
-    # The first id whose cumulated weight exceeds the target: never one of weight zero.
-    token_ids = torch.searchsorted(cdf, target, right=True)[:, 0]
-    last = weights.shape[-1] - 1 - weights.flip(-1).gt(0).to(torch.int8).argmax(dim=-1)
-    return torch.minimum(token_ids, last)
+    total = cdf[:, -1]
+    # The first id whose cumulated weight exceeds the target: never one of weight zero, and there always is one.
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    token_ids = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+    return token_ids.clamp_(max=weights.shape[-1] - 1)  # of a row that is not finite
 
 
 def kept(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, params: list[SamplingParams]) -> Tensor | None:
@@ -44,50 +44,60 @@ def kept(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, params: l
     vocab_size = weights.shape[-1]
     limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     if any(k < vocab_size for k in limits) or any(p.top_p < 1.0 for p in params):
-        keep = _first(weights, *_cut(weights, top_k, top_p, limits, params))
+        keep = _heaviest(weights, top_k, top_p, limits, params)
     if any(p.min_p > 0.0 for p in params):
         above = weights >= min_p[:, None]
         keep = above if keep is None else keep & above
     return keep
 
 
-def _cut(
-    weights: Tensor, top_k: Tensor, top_p: Tensor, limits: list[int], params: list[SamplingParams]
-) -> tuple[Tensor, Tensor]:
-    """Smallest kept weight `[N]` and how many tokens of exactly that weight are kept `[N]`."""
+def _heaviest(weights: Tensor, top_k: Tensor, top_p: Tensor, limits: list[int], params: list[SamplingParams]) -> Tensor:
+    """Mask `[N, V]` of what top-k and top-p keep; among equal weights the lowest ids."""
     vocab_size = weights.shape[-1]
-    open_rows = any(k == vocab_size and p.top_p < 1.0 for k, p in zip(limits, params, strict=True))
-    size = max([k for k in limits if k < vocab_size], default=1)
-    if open_rows and weights.device.type == "cpu":
-        size = max(size, min(NUCLEUS_TRY, vocab_size))
-        ordered = weights.topk(size, dim=-1).values
-        mass = ordered.sum(dim=-1)
-        need = (top_k == vocab_size) & (top_p < 1.0)
-        if bool((need & (mass < top_p * weights.sum(dim=-1))).any()):
-            ordered = weights.sort(dim=-1, descending=True).values
-    elif open_rows:
-        ordered = weights.sort(dim=-1, descending=True).values
-    else:
-        ordered = weights.topk(size, dim=-1).values
-    rank = torch.arange(ordered.shape[-1], device=weights.device)
-    inside = rank < top_k[:, None]
+    on_cpu = weights.device.type == "cpu"
+    ordered, number = _count(weights, top_k, top_p, _sizes(vocab_size, limits, params, on_cpu=on_cpu))
+    least = ordered.gather(1, (number - 1).clamp(min=0)[:, None])
+    everything = ((top_k == vocab_size) & (top_p >= 1.0))[:, None]
+    least = least.masked_fill(everything, 0.0)
+    if on_cpu:
+        all_equals = (ordered >= least).sum(dim=-1) == number
+        seen = (ordered[:, -1:] < least) if ordered.shape[-1] < vocab_size else torch.ones_like(everything)
+        if bool((everything[:, 0] | (all_equals & seen[:, 0])).all()):
+            return weights >= least
+    ties = number[:, None] - (ordered > least).sum(dim=-1, keepdim=True)
+    ties = ties.masked_fill(everything, vocab_size)
+    equal = weights == least
+    return (weights > least) | (equal & (equal.cumsum(dim=-1) <= ties))
+
+
+def _sizes(vocab_size: int, limits: list[int], params: list[SamplingParams], *, on_cpu: bool) -> list[int]:
+    """How many of the largest weights to look at, and how many where these are too few; the last is enough."""
+    # one more than top-k keeps: the last kept one may have equals
+    least = min(vocab_size, 1 + max([k for k in limits if k < vocab_size], default=0))
+    if not any(k == vocab_size and p.top_p < 1.0 for k, p in zip(limits, params, strict=True)):
+        return [least]
+    tries = [max(least, size) for size in NUCLEUS_TRIES if size < vocab_size] if on_cpu else []
+    return [*tries, vocab_size]
+
+
+def _count(weights: Tensor, top_k: Tensor, top_p: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """The largest weights in order `[N, size]`, and how many of them top-k and top-p keep `[N]`."""
+    total = weights.sum(dim=-1)
+    for size in sizes[:-1]:
+        ordered, number, short = _look(weights, total, top_k, top_p, size)
+        if not bool(short.any()):
+            return ordered, number
+    return _look(weights, total, top_k, top_p, sizes[-1])[:2]
+
+
+def _look(weights: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`_count` by the `size` largest weights, and for which rows these do not hold the nucleus `[N]`."""
+    vocab_size = weights.shape[-1]
+    ordered = weights.topk(size, dim=-1).values if size < vocab_size else weights.sort(dim=-1, descending=True).values
+    inside = torch.arange(size, device=weights.device) < top_k[:, None]
     cumulated = ordered.masked_fill(~inside, 0.0).cumsum(dim=-1)
-    total = torch.where(top_k < vocab_size, cumulated[:, -1], weights.cumsum(dim=-1)[:, -1])
+    bounded, unlimited = top_k < vocab_size, top_p >= 1.0
+    wanted = top_p * torch.where(bounded, cumulated[:, -1], total)
     before = torch.nn.functional.pad(cumulated, (1, -1))
-    unlimited = (top_p >= 1.0)[:, None]
-    number = (inside & (unlimited | (before < (top_p * total)[:, None]))).sum(dim=-1)
-    return _threshold(ordered, number, (top_k == vocab_size) & (top_p >= 1.0))
-
-
-def _threshold(ordered: Tensor, number: Tensor, everything: Tensor) -> tuple[Tensor, Tensor]:
-    least = ordered.gather(1, (number - 1).clamp(min=0)[:, None])[:, 0]
-    greater = (ordered > least[:, None]).sum(dim=-1)
-    least = torch.where(everything, torch.zeros_like(least), least)
-    ties = torch.where(everything, torch.iinfo(torch.int64).max, number - greater)
-    return least, ties
-
-
-def _first(weights: Tensor, least: Tensor, ties: Tensor) -> Tensor:
-    """Tokens heavier than `least`, and the `ties` lowest ids of those that equal it."""
-    equal = weights == least[:, None]
-    return (weights > least[:, None]) | (equal & (equal.cumsum(dim=-1) <= ties[:, None]))
+    number = (inside & (unlimited[:, None] | (before < wanted[:, None]))).sum(dim=-1)
+    return ordered, number, ~bounded & ~unlimited & (cumulated[:, -1] < wanted)

@@ -63,7 +63,9 @@ class Folder:
         page_size = tokens // len(work.pages)
         counts = self._budgets.counts(work.entries, tokens, page_size)
         positions = self._queries.positions(work.slot, now)
-        chosen_by, judged_by = self._segments(work, positions, keys, values) if positions else self._alone(keys, values)
+        chosen_by, judged_by = (
+            self._segments(work, positions, keys, values) if positions else self._alone(work, keys, values)
+        )
         budget = torch.tensor(counts).view(layers, heads)
         summary = selectors.create(work.selector).select(chosen_by, budget)
         kept = counts if summary.pooled is not None or summary.indices.shape[-1] else [0] * len(counts)
@@ -129,7 +131,7 @@ class Folder:
         facts, raw = self._facts, (keys[None], values[None])
         rows, lse = self._rows(work.slot, seen, keys)
         group = rows.shape[3] // len(seen)
-        known = Segments(*raw, rows, lse, late=len(seen), group=group, scale=facts.scale)
+        known = Segments(*raw, rows, lse, late=len(seen), group=group, scale=facts.scale, ends=work.ends)
         rows, lse = self._rows(work.slot, held, keys)
         judge = Segments(*raw, rows, lse, late=len(held), group=group, scale=facts.scale)
         if not past or facts.inv_freq is None:
@@ -141,13 +143,14 @@ class Folder:
         own = (rows @ keys[None].transpose(-1, -2) * facts.scale).logsumexp(-1)
         lse = own - segment_share(known).mean(-1, keepdim=True).log()
         queries, lses = torch.cat((known.queries, rows), 3), torch.cat((known.context_lse, lse), 3)
-        return Segments(*raw, queries, lses, late=len(seen), group=group, scale=facts.scale), judge
+        return Segments(*raw, queries, lses, late=len(seen), group=group, scale=facts.scale, ends=work.ends), judge
 
-    def _alone(self, keys: Tensor, values: Tensor) -> tuple[Segments, Segments]:
+    def _alone(self, work: FoldPrepare, keys: Tensor, values: Tensor) -> tuple[Segments, Segments]:
         """Where no query was kept at all, the span's newest keys stand in for queries that see nothing but the span."""
         rows = keys[None, :, :, -HELD_OUT * 4 :]
         lse = (rows @ keys[None].transpose(-1, -2) * self._facts.scale).logsumexp(-1)
-        stand_in = Segments(keys[None], values[None], rows, lse, late=rows.shape[3], group=1, scale=self._facts.scale)
+        raw, late, scale = (keys[None], values[None]), rows.shape[3], self._facts.scale
+        stand_in = Segments(*raw, rows, lse, late=late, group=1, scale=scale, ends=work.ends)
         return stand_in, stand_in
 
     def _rows(self, slot: int, positions: list[int], keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,15 @@ It knows no model and draws no tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from thinkfold.runner.transfer import IntArray, concat, to_device
+from thinkfold.runner.transfer import IntArray, to_device
 from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan
 
 
@@ -78,28 +80,30 @@ def build(
     queries are kept, and where. Raises ValueError for a row whose pages are too few for its entries.
     """
     rows = plan.rows
-    lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    padding = -int(offsets[-1]) % token_tile
-    sample_rows = [int(offsets[i + 1]) - 1 for i, row in enumerate(rows) for _ in row.samples]
+    lengths = [row.num_tokens for row in rows]
+    offsets = [0, *accumulate(lengths)]
+    padding = -offsets[-1] % token_tile
+    sample_rows = [end - 1 for end, row in zip(offsets[1:], rows, strict=True) for _ in row.samples]
     sample_rows += [0] * (-len(sample_rows) % token_tile)
     late = [i for i, row in enumerate(rows) if row.from_slot]
-    arrays: list[IntArray] = [
-        _pad(concat([_token_ids(row) for row in rows]), padding, 0)[None],
-        _pad(concat([np.arange(row.position, row.position + row.num_tokens) for row in rows]), padding, 0)[None],
-        np.array(sample_rows, dtype=np.int64),
-        offsets[late],
-        np.array([rows[i].slot for i in late], dtype=np.int64),
+    token_ids = [token for row in rows for token in ((0,) if row.from_slot else row.token_ids)]
+    positions = [p for row, n in zip(rows, lengths, strict=True) for p in range(row.position, row.position + n)]
+    slots = [slot for row in rows for slot in _slots(row, page_size)]
+    arrays: list[ArrayLike] = [
+        [token_ids + [0] * padding],
+        [positions + [0] * padding],
+        sample_rows,
+        [offsets[i] for i in late],
+        [rows[i].slot for i in late],
         offsets,
-        np.array([row.kv_start for row in rows], dtype=np.int64) + lengths,
+        [row.kv_start + n for row, n in zip(rows, lengths, strict=True)],
         _page_table(rows, page_size),
-        _pad(concat([_slots(row, page_size) for row in rows]), padding, -1),
-        np.array(summary_rows, dtype=np.int64),
-        np.array(sinks[0], dtype=np.int64),
-        np.array(sinks[1], dtype=np.int64),
-        np.array([sample.slot for sample in samples_of(plan)], dtype=np.int64),
+        slots + [-1] * padding,
+        summary_rows,
+        *sinks,
+        [sample.slot for row in rows for sample in row.samples],
     ]
-    tensors = to_device(arrays + extra, device)
+    tensors = to_device([*arrays, *extra], device)
     inputs = StepInputs(*tensors[: len(arrays)])
     inputs = inputs._replace(
         cu_seqlens_q=inputs.cu_seqlens_q.int(), kv_lens=inputs.kv_lens.int(), page_table=inputs.page_table.int()
@@ -112,25 +116,16 @@ def samples_of(plan: StepPlan) -> list[SampleRow]:
     return [sample for row in plan.rows for sample in row.samples]
 
 
-def _pad(array: IntArray, padding: int, value: int) -> IntArray:
-    return np.pad(array, (0, padding), constant_values=value) if padding else array
-
-
-def _token_ids(row: BatchRow) -> IntArray:
-    return np.zeros(1, np.int64) if row.from_slot else np.array(row.token_ids, dtype=np.int64)
-
-
-def _slots(row: BatchRow, page_size: int) -> IntArray:
-    entries = np.arange(row.kv_start, row.kv_start + row.num_tokens)
-    if entries.size and entries[-1] // page_size >= len(row.pages):
-        raise ValueError(f"slot {row.slot}: {len(row.pages)} pages cannot hold {entries[-1] + 1} entries")
-    pages = np.array(row.pages, dtype=np.int64)
-    return pages[entries // page_size] * page_size + entries % page_size
+def _slots(row: BatchRow, page_size: int) -> list[int]:
+    """Where the entries of a row are written. Most rows have one, for which numpy is slow."""
+    end = row.kv_start + row.num_tokens
+    if end > len(row.pages) * page_size:
+        raise ValueError(f"slot {row.slot}: {len(row.pages)} pages cannot hold {end} entries")
+    return [row.pages[entry // page_size] * page_size + entry % page_size for entry in range(row.kv_start, end)]
 
 
 def _page_table(rows: list[BatchRow], page_size: int) -> IntArray:
     used = [(row.kv_start + row.num_tokens + page_size - 1) // page_size for row in rows]
-    table = np.zeros((len(rows), max(used, default=0)), dtype=np.int64)
-    for line, row, num in zip(table, rows, used, strict=True):
-        line[:num] = row.pages[:num]
-    return table
+    width = max(used, default=0)
+    lines = [row.pages[:num] + [0] * (width - num) for row, num in zip(rows, used, strict=True)]
+    return np.array(lines, dtype=np.int64).reshape(len(rows), width)

@@ -24,7 +24,7 @@ from transformers import (
 
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
-from thinkfold.runner import adapter, cpu_layers
+from thinkfold.runner import adapter, cpu_fusion, cpu_layers
 
 EMBEDDED_MODEL = "pebble"
 WAY_OUT = "run it in another engine and put thinkfold in front with --engine openai"
@@ -71,6 +71,7 @@ def load(config: EngineConfig) -> LoadedModel:
     model = _weights(source, config, hf_config, dtype, device)
     _check_class(model)
     if device.type == "cpu" and dtype == torch.float32:
+        cpu_fusion.fuse(model)
         cpu_layers.speed_up(model)
     layout = _layout(hf_config)
     return LoadedModel(

@@ -28,6 +28,8 @@ def pack(samples: list[SampleRow]) -> list[IntArray]:
     of (slot, token id).
     """
     active = [(i, s) for i, s in enumerate(samples) if penalised(s.params)]
+    if not active:
+        return [np.zeros(shape, np.int64) for shape in ((0,), (0,), (3, 0), (0,), (2, 0), (2, 0))]
     factors = [(s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty) for _, s in active]
     rebuilt = [(s.slot, s.history) for _, s in active if s.history is not None]
     return [

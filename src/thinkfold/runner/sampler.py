@@ -99,25 +99,23 @@ class Sampler:
     def sample(self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Drawn:
         """Draw one token a row from `logits` `[R, V]` (any float dtype, left as they are)."""
         raw = logits.float()
-        lse = torch.logsumexp(raw, dim=-1)
-        finite = torch.isfinite(raw).all(dim=-1)
-        token_ids = self._draw(raw, samples, inputs)
-        token_ids = torch.where(finite, token_ids, -1)
-        stats = self._statistics(raw, lse, token_ids.clamp(min=0))
-        num_top = max((s.params.logprobs or 0 for s in samples), default=0)
-        top = raw[inputs.top_rows].topk(min(num_top, self._vocab_size), dim=-1)
-        return Drawn(token_ids, stats, top.indices, top.values - lse[inputs.top_rows, None])
+        best, least = raw.amax(dim=-1), raw.amin(dim=-1)
+        finite = (best < torch.inf) & (least > -torch.inf)  # NaN is neither
+        logprobs = raw.log_softmax(dim=-1)
+        token_ids = torch.where(finite, self._draw(raw, samples, inputs), -1)
+        stats = self._statistics(raw, best, logprobs, token_ids.clamp(min=0))
+        num_top = min(max((s.params.logprobs or 0 for s in samples), default=0), self._vocab_size)
+        if not num_top:
+            return Drawn(token_ids, stats, token_ids[:0, None], logprobs[:0, :0])
+        top = logprobs[inputs.top_rows].topk(num_top, dim=-1)
+        return Drawn(token_ids, stats, top.indices, top.values)
 
-    def _statistics(self, raw: Tensor, lse: Tensor, token_ids: Tensor) -> Tensor:
-        logprob = raw.gather(1, token_ids[:, None])[:, 0] - lse
-        entropy = lse - (torch.exp(raw - lse[:, None]) * raw).sum(dim=-1)
-        best = raw.topk(min(CONFIDENCE_TOKENS, self._vocab_size), dim=-1).values
-        confidence = lse - best.mean(dim=-1)
-        if self.end_marker_id is None:
-            margin = torch.full_like(lse, torch.nan)
-        else:
-            margin = best[:, 0] - raw[:, self.end_marker_id]
-        return torch.stack([logprob, entropy, confidence, margin], dim=1)
+    def _statistics(self, raw: Tensor, best: Tensor, logprobs: Tensor, token_ids: Tensor) -> Tensor:
+        entropy = (logprobs.exp() * logprobs).sum(dim=-1).neg_()
+        confidence = logprobs.topk(min(CONFIDENCE_TOKENS, self._vocab_size), dim=-1).values.mean(dim=-1).neg_()
+        end = self.end_marker_id
+        margin = torch.full_like(best, torch.nan) if end is None else best - raw[:, end]
+        return torch.stack([logprobs.gather(1, token_ids[:, None])[:, 0], entropy, confidence, margin], dim=1)
 
     def _draw(self, raw: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
         logits = raw
@@ -131,16 +129,25 @@ class Sampler:
             logits.index_put_((inputs.edits[0], inputs.edits[1]), bias, accumulate=True)
         if inputs.bans.numel():
             logits[inputs.bans[0], inputs.bans[1]] = -torch.inf
-        token_ids = logits.argmax(dim=-1)
-        if inputs.random_rows.numel():
-            chosen = logits if len(inputs.random_rows) == len(logits) else logits[inputs.random_rows]
-            params = [s.params for s in samples if s.params.temperature > 0 and s.forced_token is None]
-            token_ids[inputs.random_rows] = filters.draw(chosen, inputs.knobs.view(torch.float64), params)
-        if inputs.forced.numel():
-            token_ids[inputs.forced[0]] = inputs.forced[1]
+        token_ids = _choose(logits, samples, inputs)
         if inputs.penalty_rows.numel():
             self._penalties.count(penalty_inputs, token_ids)
         return token_ids
+
+
+def _choose(logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
+    """A token id `[R]` for each row of `logits` `[R, V]`: drawn, forced or the most likely one."""
+    num_random = len(inputs.random_rows)
+    params = [s.params for s in samples if s.params.temperature > 0 and s.forced_token is None] if num_random else []
+    if num_random == len(logits):
+        return filters.draw(logits, inputs.knobs.view(torch.float64), params)
+    token_ids = logits.argmax(dim=-1)
+    if num_random:
+        drawn = filters.draw(logits[inputs.random_rows], inputs.knobs.view(torch.float64), params)
+        token_ids[inputs.random_rows] = drawn
+    if inputs.forced.numel():
+        token_ids[inputs.forced[0]] = inputs.forced[1]
+    return token_ids
 
 
 def _knobs(sample: SampleRow, vocab_size: int) -> tuple[float, float, float, float, float]:

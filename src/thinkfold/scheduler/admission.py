@@ -18,7 +18,8 @@ from thinkfold.scheduler.forecast import LengthForecast
 from thinkfold.types import FoldMode, FoldPolicy, FoldProfile, Phase
 
 RISK = 0.02  # of outgrowing the pool at the worst step
-LOOKS = 16  # steps at which the batch is looked at
+LOOKS = 16  # steps at which the batch is looked at, beside those
+CERTAIN = 0.5  # at which a branch ends that more likely than not runs until then
 TILTS = (4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 2.0)  # parameters of the bound, in 1 / capacity
 QUARTERS = (0.125, 0.375, 0.625, 0.875)  # an answer's length is one of four
 PATIENCE = 32  # plans before a refused branch is looked at again, unless the batch has changed
@@ -103,8 +104,10 @@ class Admission:
 
     def fits(self, lives: Sequence[Life], shape: FoldShape, overlap: float = 0.0) -> bool:
         """Whether the risk is small at every step; `overlap` entries are counted more than once."""
-        last = max(self._last(life) for life in lives)
-        return all(self._is_safe(lives, shape, overlap, last * i / LOOKS) for i in range(LOOKS + 1))
+        ends = [self._last(life) - 1 for life in lives]  # then it may still run
+        looks = {max(ends) * i / LOOKS for i in range(LOOKS + 1)}
+        looks.update(end for life, end in zip(lives, ends, strict=True) if self.alive(life, end) > CERTAIN)
+        return all(self._is_safe(lives, shape, overlap, steps) for steps in sorted(looks))
 
     def alive(self, life: Life, steps: float) -> float:
         """Probability that a branch runs on after `steps` more tokens."""

@@ -113,7 +113,7 @@ class FoldDesk:
         fold_id, pages = next(self._ids), self._pages(branch, planner, span)
         policy = planner.policy
         self.work.prepares.append(
-            FoldPrepare(fold_id, branch.slot, pages, span.end, policy.selector, _entries(planner))
+            FoldPrepare(fold_id, branch.slot, pages, span.end, span.ends, policy.selector, _entries(planner))
         )
         self._prepared[fold_id] = (branch, planner, span)
         planner.prepare(span, branch.num_computed_tokens, pressed=pressed)

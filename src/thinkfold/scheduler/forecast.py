@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import inf
 
 REMEMBERED = 512
-BEYOND = 4.0  # after n ends nobody is expected to last longer than 1 + BEYOND / (n + 1) times the longest seen
+BEYOND = 8.0  # after n ends nobody is expected to last longer than 1 + BEYOND / (n + 1) times the longest seen
 
 
 class LengthForecast:

@@ -59,14 +59,17 @@ class FoldPrepare:
     """Judge a span of raw KV and choose what would stay; nothing changes yet.
 
     The span is `pages` (whole raw pages in order, `len(pages) * page_size` tokens) that end
-    before logical position `end`; the slot's query store holds what came after it. The choice
-    waits on the device under `fold_id` until it is committed or dropped.
+    before logical position `end`; the slot's query store holds what came after it. `ends` are the
+    ends of its segments in tokens from its start, the last up to a page behind it: a segment's
+    result stands before its end. The choice waits on the device under `fold_id` until it is
+    committed or dropped.
     """
 
     fold_id: int
     slot: int
     pages: list[int]
     end: int
+    ends: tuple[int, ...]
     selector: str
     entries: int
 

@@ -1,0 +1,312 @@
+"""How many long thinkers does one small KV pool carry, by admission and fold policy? Measured on the engine.
+
+Pebble on its `long` suite; the pool holds three requests of mean length. A closed loop keeps more requests in the
+system than can run; the first `--ramp` completions and what is unfinished after the last one that counts are left
+out. `/ample` is the same arm in a pool that holds all that may run. The simulator then gets the same lengths:
+`sim_steps_ratio` is its number of engine steps over the measured one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any, cast
+
+import torch
+
+from thinkfold import AsyncEngine, EngineConfig, SamplingParams
+from thinkfold.cli import rows
+from thinkfold.cli.evaluation import Question, suite_questions
+from thinkfold.engine.build import build_core
+from thinkfold.engine.core import EngineCore
+from thinkfold.engine.messages import ModelInfo
+from thinkfold.kv.manager import KVManager
+from thinkfold.runner.loader import pick_device
+from thinkfold.scheduler.admission import Admission
+from thinkfold.scheduler.scheduler import Scheduler
+from thinkfold.scheduler.simulation import Simulation, Window, Work, percentile
+from thinkfold.scheduler.watch import Watch
+from thinkfold.types import RequestOutput
+
+MEAN_TOKENS = 5507  # of a request of `long`: prompt, thinking and answer
+LONGEST_TOKENS = 9000
+ARMS: dict[str, dict[str, Any]] = {
+    "off": {"fold_policy": "off"},
+    "off_greedy": {"fold_policy": "off", "admission": "greedy"},
+    "pressure": {"fold_policy": "pressure"},
+    "eager": {"fold_policy": "eager"},
+}
+AT_ANSWER: dict[str, dict[str, Any]] = {
+    "keep": {"fold_policy": "off"},
+    "recycle": {"fold_policy": "pressure", "fold_prefer": "queue", "fold_at_answer": "recycle"},  # off cannot recycle
+    "swap": {"fold_policy": "off", "fold_at_answer": "swap"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One answered request as its client saw it."""
+
+    seconds: float
+    correct: bool
+    output: RequestOutput
+
+
+class WatchedCore:
+    """A core that measures itself from the end of request `ramp` until `completions` more have ended."""
+
+    def __init__(self, core: EngineCore, ramp: int, completions: int) -> None:
+        self._core = core
+        self.scheduler: Scheduler = core._scheduler
+        self._ramp, self._wanted = ramp, ramp + completions
+        self._watch: Watch | None = None
+        self._ended = self._tokens = self._first_step = 0
+        self._last = 0.0
+        self.numbers: dict[str, float] = {}  # of the window, once it has closed
+        self.steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def step(self) -> list[RequestOutput]:
+        if self._watch is None and self._ended >= self._ramp:
+            self._watch, self._first_step, self._tokens = Watch(self.scheduler), self._core.stats().steps, 0
+            self._last = time.perf_counter()
+        outputs = self._core.step()
+        self._ended += sum(output.finished for output in outputs)
+        self._tokens += sum(len(branch.token_ids) for output in outputs for branch in output.outputs)
+        if self._watch is not None and not self.numbers:
+            now = time.perf_counter()
+            self._watch.tick(now - self._last)
+            self._last = now
+            if self._ended >= self._wanted:
+                self._close(self._watch)
+        return outputs
+
+    def _close(self, watch: Watch) -> None:
+        self.steps = self._core.stats().steps - self._first_step
+        forced = watch.forced
+        self.numbers = {
+            "safe_sessions": watch.safe_sessions,
+            "running_mean": watch.running_mean,
+            "forced_preemptions": forced.total(),
+            **{f"forced_{rung}": count for rung, count in forced.items()},
+            "output_tokens_per_s": self._tokens / watch.seconds,
+            "kv_pool_use_mean": watch.kv_pool_use_mean,
+            "kv_waste_share": watch.kv_waste_share,
+            "folds": watch.folds,
+            "steps": self.steps,
+            "seconds": watch.seconds,
+        }
+
+
+@dataclass(slots=True)
+class Loop:
+    """A closed loop: each client asks its next question as soon as its last one is answered."""
+
+    engine: AsyncEngine
+    questions: list[Question]
+    wanted: int
+    done: dict[int, Done] = field(default_factory=dict)  # by number, in the order of their ends
+    work: dict[int, Work] = field(default_factory=dict)  # by number: its lengths so far
+    asked: int = 0
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, clients: int) -> None:
+        """Until `wanted` are answered; what still runs then is cut off."""
+        tasks = [asyncio.create_task(self._client()) for _ in range(clients)]
+        full = asyncio.create_task(self.full.wait())
+        try:
+            ended, _ = await asyncio.wait([full, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()  # a client ends by its error only
+        finally:
+            for task in (full, *tasks):
+                task.cancel()
+            await asyncio.gather(full, *tasks, return_exceptions=True)
+
+    async def _client(self) -> None:
+        for _ in itertools.count():
+            number, self.asked = self.asked, self.asked + 1
+            question = self.questions[number % len(self.questions)]
+            prompt = self.engine.prompts.encode_chat([{"role": "user", "content": question.text}])
+            started = time.perf_counter()
+            output = await self._ask(number, prompt)
+            correct = question.judge(output.outputs[0].text)
+            self.done[number] = Done(time.perf_counter() - started, correct, output)
+            if len(self.done) >= self.wanted:
+                self.full.set()
+
+    async def _ask(self, number: int, prompt: Sequence[int]) -> RequestOutput:
+        total: RequestOutput | None = None
+        async for output in self.engine.generate(prompt, SamplingParams(temperature=0.0, seed=number)):
+            if total is None:
+                total = output
+            else:
+                total.merge(output)
+            costs, ends = output.costs, tuple(segment.end for segment in total.outputs[0].segments)
+            self.work[number] = Work(len(prompt), costs.thinking_tokens, max(1, costs.answer_tokens), ends)
+        assert total is not None
+        return total
+
+
+async def measure(case: str, config: EngineConfig, args: argparse.Namespace) -> dict[str, float]:
+    """Run one case on the engine, then the same lengths on the simulator."""
+    kept: list[WatchedCore] = []
+
+    def build(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
+        core, model = build_core(config)
+        kept.append(WatchedCore(core, args.ramp, args.completions))
+        return cast(EngineCore, kept[0]), model
+
+    wanted = args.ramp + args.completions
+    questions = suite_questions(args.suite, wanted + args.clients, 0)
+    engine = await AsyncEngine.start(config, build=build)
+    try:
+        loop = Loop(engine, questions, wanted)
+        await loop.run(args.clients)
+        longest = engine.model.max_model_len
+    finally:
+        await engine.stop()
+    core = kept[0]
+    if not core.numbers:
+        raise SystemExit(f"{case}: the window has not closed")
+    counted = list(loop.done.values())[args.ramp : wanted]
+    predicted = simulated_steps(core.scheduler, config, loop, longest, args)
+    return core.numbers | {
+        "completions": len(counted),
+        "p99_s": percentile([done.seconds for done in counted], 0.99),
+        "accuracy": fmean(done.correct for done in counted),
+        "errors": sum(done.output.error is not None for done in counted),
+        "thinking_tokens_mean": fmean(done.output.costs.thinking_tokens for done in counted),
+        "sim_steps_ratio": predicted / core.steps,
+    }
+
+
+def simulated_steps(real: Scheduler, config: EngineConfig, loop: Loop, longest: int, args: argparse.Namespace) -> int:
+    """Engine steps of the same window by the simulator; what was cut off is as long as it was, or as the mean."""
+    kv = KVManager(
+        real.kv.num_pages,
+        real.kv.page_size,
+        enable_prefix_caching=False,
+        num_heads=real.kv.num_heads,
+        reserve_pages=real.kv.reserve_pages,
+        host_pages=real.kv.host_pages,
+    )
+    heads, capacity = kv.num_heads, kv.capacity * kv.page_size
+    scheduler = Scheduler(
+        kv,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        fold_counts=lambda entries, tokens: [min(entries, tokens)] * heads,
+        admission=Admission(capacity, kv.page_size) if config.admission == "predicted" else None,
+    )
+    ended = [loop.work[number] for number in loop.done]
+    mean = round(fmean(work.thinking for work in ended))
+    first = next(iter(loop.done.values())).output
+
+    def work(number: int) -> Work:
+        seen = loop.work.get(number, ended[number % len(ended)])
+        return seen if number in loop.done else replace(seen, thinking=max(seen.thinking, mean))
+
+    outcome = Simulation(
+        scheduler,
+        map(work, itertools.count()),
+        fold=first.fold,
+        budget=first.policy.budget,
+        max_tokens=longest - max(item.prompt for item in ended),
+        clients=args.clients,
+        window=Window(args.ramp, args.completions),
+    ).run()
+    return outcome.steps
+
+
+def cases(args: argparse.Namespace, page_bytes: int) -> dict[str, EngineConfig]:
+    """Every case with its engine's configuration."""
+    small = 3 * args.mean_tokens // args.page_size * page_bytes
+    ample = args.slots * -(-args.longest_tokens // args.page_size) * page_bytes
+    base = EngineConfig(
+        device=args.device,
+        own_process=False,  # the bench looks into the core
+        enable_prefix_caching=False,
+        page_size=args.page_size,
+        max_num_seqs=args.slots,
+        max_waiting=args.clients,
+        kv_cache_bytes=small,
+    )
+    made: dict[str, EngineConfig] = {}
+    for arm, options in ARMS.items():
+        made[f"pebble/{arm}"] = replace(base, **options)
+        made[f"pebble/{arm}/ample"] = replace(base, **options, kv_cache_bytes=ample)
+    for arm, options in AT_ANSWER.items():
+        made[f"at_answer/{arm}"] = replace(base, **options, swap_space_bytes=small if arm == "swap" else 0)
+    return made
+
+
+async def probe(device: str, page_size: int) -> int:
+    """Bytes of a page of the embedded model."""
+    config = EngineConfig(device=device, own_process=False, page_size=page_size, kv_cache_bytes=64 << 20)
+    engine = await AsyncEngine.start(config)
+    try:
+        return engine.model.page_bytes
+    finally:
+        await engine.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases, print and keep their rows."""
+    parser = argparse.ArgumentParser(prog="thinkfold bench memory", description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--case", action="append", help="one of the cases; may be repeated (default: all)")
+    parser.add_argument("--completions", type=int, default=200, help="requests that count")
+    parser.add_argument("--ramp", type=int, default=40, help="completions before they count")
+    parser.add_argument("--slots", type=int, default=32, help="branches that may run at once (max_num_seqs)")
+    parser.add_argument("--clients", type=int, help="requests that run or wait at any time (default: slots + 8)")
+    parser.add_argument("--suite", default="long", help="where the questions come from")
+    parser.add_argument("--mean-tokens", type=int, default=MEAN_TOKENS, help="the pool holds three requests of so many")
+    parser.add_argument("--longest-tokens", type=int, default=LONGEST_TOKENS, help="an ample pool has so many a slot")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
+    parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
+    args = parser.parse_args(argv)
+    args.clients = args.clients or args.slots + 8
+    if min(args.completions, args.slots, args.clients) < 1 or args.ramp < 0:
+        parser.error("completions, slots and clients must be at least 1, ramp at least 0")
+    torch.set_num_threads(args.threads)
+    known = cases(args, asyncio.run(probe(args.device, args.page_size)))
+    chosen = args.case or list(known)
+    if unknown := set(chosen) - set(known):
+        parser.error(f"unknown case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for case in chosen:
+        print(case, file=sys.stderr, flush=True)
+        numbers = asyncio.run(measure(case, known[case], args))
+        versions = {"model": "pebble", "suite": args.suite, "threads": str(args.threads)}
+        device = pick_device(args.device).type
+        row = rows.make_row("memory", case, numbers, seed=0, device=device, extra_versions=versions)
+        if not args.no_record:
+            rows.keep(row)
+        print(json.dumps(row) if args.json else shown(row), flush=True)
+    return 0
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    numbers = row["metrics"]
+    return (
+        f"{row['case']:22} {numbers['safe_sessions']:3} safe, {numbers['running_mean']:6.2f} running, "
+        f"{numbers['forced_preemptions']:4} forced out, {numbers['output_tokens_per_s']:8.1f} tokens/s, "
+        f"p99 {numbers['p99_s']:.1f} s, pool {numbers['kv_pool_use_mean']:.2f}, waste {numbers['kv_waste_share']:.3f}, "
+        f"accuracy {numbers['accuracy']:.3f}, sim/engine steps {numbers['sim_steps_ratio']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
