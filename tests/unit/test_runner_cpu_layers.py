@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from thinkfold.runner import cpu_fusion, cpu_layers
 from thinkfold.runner.cpu_block import DecoderBlock
 from thinkfold.runner.cpu_layers import FusedRMSNorm, PackedLinear, fused_norm
+from thinkfold.runner.invariance import row_sums, threads_change_no_bit
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -115,17 +116,48 @@ def test_only_layers_that_repeat_the_trial_are_replaced() -> None:
 )
 def test_a_row_has_the_same_bits_among_any_others(model_type: str, sizes: dict[str, int], threads: int) -> None:
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
         model = build(model_type, sizes)
         assert cpu_fusion.fuse(model) == 2
         cpu_layers.speed_up(model)
         ids = torch.arange(70)[None]
+        torch.set_num_threads(1)
         whole = logits(model, ids, ids, [])
+        torch.set_num_threads(threads)
         for lo in (0, 5):
             for n in (1, 2, 3, 4, 7, 16, 17, 33, 65):
                 part = slice(lo, lo + n)
                 assert torch.equal(logits(model, ids[:, part], ids[:, part], []), whole[part]), n
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_product_that_changes_with_threads_is_found() -> None:
+    class Odd(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * (1 + torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = build("qwen3", {})
+        cpu_fusion.fuse(model)
+        cpu_layers.speed_up(model)
+        assert threads_change_no_bit(model)
+        model.lm_head = Odd(48, 97, bias=False).requires_grad_(False)
+        assert not threads_change_no_bit(model)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sums_of_long_rows_do_not_depend_on_their_number() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rows = torch.randn(7, 40_000, generator=torch.Generator().manual_seed(0))
+        whole = row_sums(rows)
+        assert all(torch.equal(row_sums(rows[:n]), whole[:n]) for n in range(1, 8))
     finally:
         torch.set_num_threads(before)
 

@@ -97,6 +97,16 @@ def test_a_cold_start_counts_on_the_budget():
     assert most_admitted(Admission(4 * 1100 + 200, PAGE), budget=None, max_tokens=4400) == 1
 
 
+def test_a_model_that_opens_its_thinking_itself_is_counted_as_a_thinker():
+    admission, running = Admission(4 * 1100 + 200, PAGE), [branch(n, 1) for n in range(1, 4)]
+    admission._answers.end(10, [])
+    silent = branch(9, phase=Phase.ANSWER)
+    assert admission.admits(silent, running, usage(*running))
+    assert not admission.admits(branch(10, phase=Phase.ANSWER), [*running, branch(9, 1, phase=Phase.ANSWER)], usage())
+    talking = branch(9, 8, phase=Phase.ANSWER)  # it has not opened any: it answers
+    assert admission.admits(branch(11, phase=Phase.ANSWER), [*running, talking], usage())
+
+
 def test_the_first_branch_always_starts():
     assert Admission(16, PAGE).admits(branch(1, budget=100_000), [], usage())
 

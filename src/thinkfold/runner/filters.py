@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinkfold.runner.invariance import row_sums
 from thinkfold.types import SamplingParams
 
 # On a CPU: the nucleus of nearly every step fits in so many of the largest weights, else in so many.
@@ -82,7 +83,7 @@ def _sizes(vocab_size: int, limits: list[int], params: list[SamplingParams], *, 
 
 def _count(weights: Tensor, top_k: Tensor, top_p: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """The largest weights in order `[N, size]`, and how many of them top-k and top-p keep `[N]`."""
-    total = weights.sum(dim=-1)
+    total = row_sums(weights)
     for size in sizes[:-1]:
         ordered, number, short = _look(weights, total, top_k, top_p, size)
         if not bool(short.any()):

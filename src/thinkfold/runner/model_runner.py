@@ -16,11 +16,12 @@ from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
 from thinkfold.runner import forward_batch, loader, sizing
 from thinkfold.runner.forward_batch import ForwardBatch, StepInputs
-from thinkfold.runner.invariance import row_tile
+from thinkfold.runner.invariance import row_tile, threads_change_no_bit
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.memory import DeviceMemory, fold_budgets, kv_dtype
 from thinkfold.runner.sampler import NUM_STATS, Drawn, Sampler, SamplerInputs
 from thinkfold.runner.storage import page_bytes
+from thinkfold.runner.threads import step_threads
 from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan, StepResult
 from thinkfold.types import TokenLogprobs, TokenStats
 
@@ -58,7 +59,10 @@ class ModelRunner:
         self._loaded = loaded = loaded or loader.load(config)
         self._device = loaded.device
         self.max_model_len = _model_len(config, loaded.max_position)
-        self._token_tile = row_tile(loaded.model) if batch_invariant and self._device.type == "cpu" else 1
+        on_cpu = self._device.type == "cpu"
+        self._token_tile = row_tile(loaded.model) if batch_invariant and on_cpu else 1
+        may_choose = on_cpu and (not batch_invariant or threads_change_no_bit(loaded.model))
+        self._threads = step_threads(fixed=not may_choose)
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._device)
         ends = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
         ends = tuple(sorted(i for i in ends if i < loaded.vocab_size))
@@ -124,7 +128,8 @@ class ModelRunner:
         """Start one step: memory work, forward, sampling. Does not wait for a GPU."""
         folds = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
         samples = forward_batch.samples_of(plan)
-        drawn = self._step(plan, samples) if plan.rows else None
+        with self._threads.step(plan.num_tokens):
+            drawn = self._step(plan, samples) if plan.rows else None
         values, ready = self._send_home(drawn, [error for _, error in folds])
         return PendingStep(plan.step, samples, [fold_id for fold_id, _ in folds], values, ready)
 

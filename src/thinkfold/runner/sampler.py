@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinkfold.runner import filters, penalties, rng
+from thinkfold.runner.invariance import row_sums
 from thinkfold.runner.penalties import Penalties
 from thinkfold.scheduler.output import SampleRow
 
@@ -111,7 +112,7 @@ class Sampler:
         return Drawn(token_ids, stats, top.indices, top.values)
 
     def _statistics(self, raw: Tensor, best: Tensor, logprobs: Tensor, token_ids: Tensor) -> Tensor:
-        entropy = (logprobs.exp() * logprobs).sum(dim=-1).neg_()
+        entropy = -row_sums(logprobs.exp() * logprobs)
         confidence = logprobs.topk(min(CONFIDENCE_TOKENS, self._vocab_size), dim=-1).values.mean(dim=-1).neg_()
         end = self.end_marker_id
         margin = torch.full_like(best, torch.nan) if end is None else best - raw[:, end]

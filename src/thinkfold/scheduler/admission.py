@@ -25,6 +25,7 @@ QUARTERS = (0.125, 0.375, 0.625, 0.875)  # an answer's length is one of four
 PATIENCE = 32  # plans before a refused branch is looked at again, unless the batch has changed
 PRIOR_SPANS = 4  # the profile counts as so many folded spans
 SWING = 0.33  # variance of what is open, in squared spans: 1/12 at any time, more for the worst moment of many
+OPENING = 4  # output tokens within which thinking may still begin
 OPEN_SHARE = 0.6  # of a span's mean length is open at any time; long spans are open for longer
 
 
@@ -140,7 +141,7 @@ class Admission:
             thinkers = [_thought(b) for b in running if b.steering.phase is Phase.THINKING]
             self._thinking.end(start, thinkers, cut=budget is not None and start >= 0.9 * budget)
         if steering.phase is Phase.ANSWER:
-            answering = [b for b in running if b.steering.phase is Phase.ANSWER]
+            answering = [b for b in running if _answers(b)]
             self._answers.end(output - (start or 0), [_answered(b) for b in answering], cut=cut)
         spans, tokens, refused = _count_spans([branch])
         self._spans += spans
@@ -180,7 +181,7 @@ class Admission:
             fixed=fixed,
             thought=thought,
             answered=answered,
-            answering=branch.steering.phase is Phase.ANSWER,
+            answering=_answers(branch),
             limit=max(1, (request.sampling.max_tokens or self._capacity) - output),
             budget=max(budget, thought + 1),
             answers=tuple(longest if n is None else n for n in known) or (longest,),
@@ -227,6 +228,13 @@ def _count_spans(branches: Sequence[Branch]) -> tuple[int, int, int]:
 
 def _refused_spans(planner: FoldPlanner | None) -> int:
     return 0 if planner is None else sum(s.tokens for s in planner.spans if s.state is SpanState.REFUSED)
+
+
+def _answers(branch: Branch) -> bool:
+    """Whether it writes its answer; a model that opens its thinking itself has not begun one by that."""
+    opens = branch.request.thinking.enabled and branch.steering.answer_start is None
+    output = len(branch.token_ids) - branch.num_prompt_tokens
+    return branch.steering.phase is Phase.ANSWER and not (opens and output < OPENING)
 
 
 def _thought(branch: Branch) -> int:

@@ -64,21 +64,24 @@ class FoldDesk:
         return True
 
     def press(self, branches: Iterable[Branch], planned: Mapping[int, int], *, force: bool = False) -> bool:
-        """Start the fold that wins most memory, of answering branches first; False if there is none.
+        """Start the fold that wins most memory; False if there is none.
+
+        Answering branches come first, then segments that are old enough for their fold to be a good one.
 
         `planned` are positions before the rows of the step being planned, by a branch's id: what those rows write is
         not there yet. `force` takes what the gate has refused, too, and does not ask it again.
         """
-        best: tuple[tuple[bool, int], Branch, FoldPlanner, Span] | None = None
+        best: tuple[tuple[bool, bool, int], Branch, FoldPlanner, Span] | None = None
         for branch in branches:
             planner = branch.folding
             if planner is None or branch.slot < 0:
                 continue
-            for span in planner.under_pressure(planned.get(id(branch), branch.num_computed_tokens), force=force):
+            position = planned.get(id(branch), branch.num_computed_tokens)
+            for span in planner.under_pressure(position, force=force):
                 gain = self._gain(planner, span)
                 if gain <= 0:
                     continue
-                rank = (planner.answering, gain)
+                rank = (planner.answering, span.due <= position, gain)
                 if best is None or rank > best[0]:
                     best = (rank, branch, planner, span)
         if best is None:

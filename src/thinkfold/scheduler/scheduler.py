@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from thinkfold.errors import CapacityError
 from thinkfold.kv.manager import KVManager
 from thinkfold.kv.pages import PageClass
 from thinkfold.scheduler.admission import Admission
@@ -21,6 +20,7 @@ from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.draws import all_launched, page_class, sample_row
 from thinkfold.scheduler.folding import FoldCounts, FoldDesk
 from thinkfold.scheduler.output import BatchRow, StepPlan
+from thinkfold.scheduler.pressure import PressureLadder
 from thinkfold.types import FinishReason
 
 
@@ -63,11 +63,20 @@ class Scheduler:
         self.ended: list[Branch] = []  # ended while planning: `steering.finish_reason` or `error` says why
         self.waiting: deque[Branch] = deque()
         self.running: list[Branch] = []  # by arrival
-        self.num_preemptions = 0
-        self.pressure: Counter[str] = Counter()  # what was done for want of memory, by rung
+        self._ladder = PressureLadder(kv, self.folds, self.running, self.waiting, self._free_slots, self.ended)
         self._used_slots: set[int] = set()  # slots that may hold a former branch's summaries and queries
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
+
+    @property
+    def pressure(self) -> Counter[str]:
+        """What was done for want of memory, by rung of the ladder."""
+        return self._ladder.taken
+
+    @property
+    def num_preemptions(self) -> int:
+        """Branches that had to leave the device: swapped or preempted."""
+        return self._ladder.taken["swap"] + self._ladder.taken["preempt"]
 
     def add(self, branches: list[Branch]) -> None:
         """Queue a request's branches; those after the first wait for its prompt."""
@@ -101,7 +110,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         self._in_plan.clear()
         self._planned = _Launched(self._step)
-        self._watch_memory()
+        self._ladder.watch(self._in_plan)
         turns = sorted(self.running, key=lambda b: b.order < self._turn)
         self._turn = 0
         for branch in turns:
@@ -148,7 +157,7 @@ class Scheduler:
             self._admission.learn(branch, [b for b in self.running if b is not branch])
         if branch.status is BranchStatus.RUNNING:
             self.running.remove(branch)
-            self._release_slot(branch)
+            self._ladder.release_slot(branch)
         elif branch.status is BranchStatus.WAITING:
             self.waiting.remove(branch)
         self.folds.forget(branch)
@@ -179,49 +188,9 @@ class Scheduler:
             return None
         count = self._row_length(branch, budget)
         while not self.kv.allocate(branch.table, count, page_class(branch)):
-            if not self._make_room(branch, count):
+            if not self._ladder.make_room(branch, count, self._in_plan, stuck=self._stuck):
                 return None
         return self._row(branch, count)
-
-    def _make_room(self, branch: Branch, count: int) -> bool:
-        """Climb the pressure ladder by one rung for `branch`; True if it may ask for its pages again.
-
-        Idle cached pages are gone already. Rungs: fold, swap, preempt; with nobody left to give way,
-        fold what the gate has refused; then the branch itself ends.
-        """
-        if self.kv.num_available + self.kv.num_returning >= self.kv.pages_needed(branch.table, count):
-            return False  # pages of a step in flight are on their way
-        if self.folds.pressing:
-            return False
-        if self.folds.press(self.running, self._in_plan):
-            self.pressure["fold"] += 1
-            return False
-        victim = self.running[-1]
-        if victim is branch and len(self.running) == 1:
-            return self._alone(branch)
-        if id(victim) in self._in_plan or id(victim) in self.folds.changed or not self.kv.settled(victim.table):
-            return False
-        if self._swap_out(victim):
-            return False
-        self._preempt(victim)
-        return victim is not branch
-
-    def _alone(self, branch: Branch) -> bool:
-        """The only running branch finds no memory: its last ways out."""
-        if not self._stuck:
-            return False  # what is under way may bring some
-        if self.folds.press([branch], self._in_plan, force=True):
-            self.pressure["fold_forced"] += 1
-        else:
-            held = sum(self.kv.usage().values())
-            branch.error = CapacityError("max_tokens", f"the KV pool of {self.kv.num_pages} pages is full: {held} held")
-            self.ended.append(branch)
-        return False
-
-    def _watch_memory(self) -> None:
-        """Fold ahead of need, so that nobody waits for pages: every running branch may want one soon."""
-        if self.kv.num_available + self.kv.num_returning < 2 * len(self.running) and not self.folds.pressing:
-            self.pressure["fold"] += self.folds.press(self.running, self._in_plan)
 
     def _row_length(self, branch: Branch, budget: int) -> int:
         """Tokens of the branch's next row: a row ends where a fold is due."""
@@ -238,7 +207,7 @@ class Scheduler:
         row = self._readmit(branch, budget) if branch.table.swapped else self._start(branch, budget)
         if branch.status is BranchStatus.WAITING and not self.folds.pressing:
             givers = (b for b in self.running if b.folding is not None and b.folding.policy.prefer == "fold")
-            self.pressure["fold"] += self.folds.press(givers, self._in_plan)
+            self._ladder.taken["fold"] += self.folds.press(givers, self._in_plan)
         return row
 
     def _start(self, branch: Branch, budget: int) -> BatchRow | None:
@@ -269,7 +238,7 @@ class Scheduler:
         self.waiting.popleft()
         self._run(branch)
         self.folds.work.queries_in.append((branch.order, branch.slot))
-        self._count_swap(branch)
+        self._ladder.count_swap(branch)
         return self._continue(branch, budget)
 
     def _headroom(self, branch: Branch) -> int:
@@ -360,44 +329,6 @@ class Scheduler:
             child.status = BranchStatus.WAITING
             self.waiting.appendleft(child)
         trunk.children = []
-
-    def _preempt(self, branch: Branch) -> None:
-        """Take a branch off the device; its tokens are kept and recomputed later."""
-        self._leave(branch)
-        self.pressure["preempt"] += 1
-        self.folds.forget(branch)
-        self.kv.free(branch.table)
-        branch.num_computed_tokens = 0
-        if branch.folding is not None:
-            branch.folding.restart()
-
-    def _swap_out(self, branch: Branch) -> bool:
-        """Move a running branch to the host; False if the host has no room for it."""
-        if not self.kv.host_pages or not self.kv.swap_out(branch.table):
-            return False
-        self.folds.work.queries_out.append((branch.slot, branch.order))
-        self._leave(branch)
-        self.pressure["swap"] += 1
-        self._count_swap(branch)
-        return True
-
-    def _leave(self, branch: Branch) -> None:
-        """A running branch gives way: it is first in the queue to come back."""
-        self.running.remove(branch)
-        self._release_slot(branch)
-        branch.preemptions += 1
-        self.num_preemptions += 1
-        branch.status = BranchStatus.WAITING
-        self.waiting.appendleft(branch)
-
-    def _count_swap(self, branch: Branch) -> None:
-        table = branch.table
-        blocks = sum(map(self.kv.pages_for, table.summary.lengths))
-        branch.swapped_pages += self.kv.pages_for(table.kv_len) + blocks / self.kv.num_heads
-
-    def _release_slot(self, branch: Branch) -> None:
-        self._free_slots.append(branch.slot)
-        branch.slot = -1
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, queues and memory agree."""

@@ -1,0 +1,115 @@
+"""What gives way when pages run out, cheapest first. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from thinkfold.errors import CapacityError
+from thinkfold.kv.manager import KVManager
+from thinkfold.scheduler.branch import Branch, BranchStatus
+from thinkfold.scheduler.folding import FoldDesk
+
+
+class PressureLadder:
+    """Wins memory for a branch: fold, swap, preempt; it changes the scheduler's own lists.
+
+    `taken` counts what was done, by rung. `planned` says where each branch with a row in the step
+    being planned stood before it, by id: such a branch cannot give way in that step.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        folds: FoldDesk,
+        running: list[Branch],
+        waiting: deque[Branch],
+        free_slots: list[int],
+        ended: list[Branch],
+    ) -> None:
+        self._kv = kv
+        self._folds = folds
+        self._running = running
+        self._waiting = waiting
+        self._free_slots = free_slots
+        self._ended = ended
+        self.taken: Counter[str] = Counter()
+
+    def make_room(self, branch: Branch, count: int, planned: Mapping[int, int], *, stuck: bool) -> bool:
+        """Climb the pressure ladder by one rung for `branch`; True if it may ask for its pages again.
+
+        Idle cached pages are gone already. Rungs: fold, swap, preempt; with nobody left to give way,
+        fold what the gate has refused; then the branch itself ends.
+        """
+        if self._kv.num_available + self._kv.num_returning >= self._kv.pages_needed(branch.table, count):
+            return False  # pages of a step in flight are on their way
+        if self._folds.pressing:
+            return False
+        if self._folds.press(self._running, planned):
+            self.taken["fold"] += 1
+            return False
+        victim = self._running[-1]
+        if victim is branch and len(self._running) == 1:
+            return self._alone(branch, planned, stuck=stuck)
+        if id(victim) in planned or id(victim) in self._folds.changed or not self._kv.settled(victim.table):
+            return False
+        if self._swap_out(victim):
+            return False
+        self._preempt(victim)
+        return victim is not branch
+
+    def _alone(self, branch: Branch, planned: Mapping[int, int], *, stuck: bool) -> bool:
+        """The only running branch finds no memory: its last ways out."""
+        if not stuck:
+            return False  # what is under way may bring some
+        if self._folds.press([branch], planned, force=True):
+            self.taken["fold_forced"] += 1
+        else:
+            held, pages = sum(self._kv.usage().values()), self._kv.num_pages
+            branch.error = CapacityError("max_tokens", f"the KV pool of {pages} pages is full: {held} held")
+            self._ended.append(branch)
+        return False
+
+    def watch(self, planned: Mapping[int, int]) -> None:
+        """Fold ahead of need, so that nobody waits for pages: every running branch may want one soon."""
+        if self._kv.num_available + self._kv.num_returning < 2 * len(self._running) and not self._folds.pressing:
+            self.taken["fold"] += self._folds.press(self._running, planned)
+
+    def _preempt(self, branch: Branch) -> None:
+        """Take a branch off the device; its tokens are kept and recomputed later."""
+        self._leave(branch)
+        self.taken["preempt"] += 1
+        self._folds.forget(branch)
+        self._kv.free(branch.table)
+        branch.num_computed_tokens = 0
+        if branch.folding is not None:
+            branch.folding.restart()
+
+    def _swap_out(self, branch: Branch) -> bool:
+        """Move a running branch to the host; False if the host has no room for it."""
+        if not self._kv.host_pages or not self._kv.swap_out(branch.table):
+            return False
+        self._folds.work.queries_out.append((branch.slot, branch.order))
+        self._leave(branch)
+        self.taken["swap"] += 1
+        self.count_swap(branch)
+        return True
+
+    def _leave(self, branch: Branch) -> None:
+        """A running branch gives way: it is first in the queue to come back."""
+        self._running.remove(branch)
+        self.release_slot(branch)
+        branch.preemptions += 1
+        branch.status = BranchStatus.WAITING
+        self._waiting.appendleft(branch)
+
+    def count_swap(self, branch: Branch) -> None:
+        """The branch's memory went to the host or came back."""
+        table = branch.table
+        blocks = sum(map(self._kv.pages_for, table.summary.lengths))
+        branch.swapped_pages += self._kv.pages_for(table.kv_len) + blocks / self._kv.num_heads
+
+    def release_slot(self, branch: Branch) -> None:
+        """The branch's place in the runner's state is free."""
+        self._free_slots.append(branch.slot)
+        branch.slot = -1
