@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinkfold.cli import calibrate, traces
+from thinkfold.cli import calibrate, sensitivity, traces
 from thinkfold.cli.capture import read, use_tape
 from thinkfold.cli.main import main
 from thinkfold.config import EngineConfig
@@ -34,13 +35,20 @@ def texts(tmp_path: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def test_texts_become_a_table_of_the_models_shape(tmp_path: Path, texts: list[str]) -> None:
+@pytest.mark.parametrize("by", ["loss", "attention"])
+def test_texts_become_a_table_of_the_models_shape(
+    tmp_path: Path, texts: list[str], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 700)
     out = tmp_path / "table.json"
-    words = ["calibrate", "--texts", texts[0], "--max-tokens", "1200", "--conclusion", "16", "--out", str(out)]
+    words = ["calibrate", "--by", by, "--texts", texts[0], "--max-tokens", "700", "--out", str(out)]
     assert main(words) == 0
     first = out.read_text()
     found = json.loads(first)
-    assert found["model"] == "pebble" and found["folds"] == 2 and found["conclusion"] == 16
+    assert found["model"] == "pebble" and found["folds"] == 1 and found["by"] == by
+    assert found["calibrated_on"] == "1 texts, 700 tokens of each at most"
+    assert found["conclusion"] == 16, "Pebble thinks"
+    assert min(map(min, found["weights"])) > 0, "no head's need is nothing"
     counts = FoldBudgets.load(out, LAYERS, HEADS).counts(32, 512, 16)
     assert min(counts) >= 16 and sum(counts) == 32 * LAYERS * HEADS and len(set(counts)) > 1
     assert main(words) == 0
@@ -51,23 +59,52 @@ def test_answers_are_cut_as_the_engine_cuts_them(tmp_path: Path, monkeypatch: py
     prompts = []
 
     async def canned(config: EngineConfig, questions: list[str], max_tokens: int) -> list[traces.Trace]:
-        assert config.fold_policy == "off" and max_tokens == 8192
+        assert config.fold_policy == "off" and max_tokens == 2048
         prompts.extend(questions)
         language = load_language(config)
         tokenizer, markers = language.tokenizer, language.markers
         assert markers is not None
         body = tokenizer.encode(markers.start + "".join(f"{i} + 1\n" + "\n" * (i % 20 == 19) for i in range(300)))
-        prompt = tokenizer.apply_chat_template(
+        prompt: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": questions[0]}], add_generation_prompt=True, return_dict=False
         )
         return [traces.Trace(list(prompt), body[:900])]
 
     monkeypatch.setattr(traces, "write_traces", canned)
-    out = tmp_path / BUDGETS_FILE
-    assert main(["calibrate", "--suite", "medium", "-n", "1", "--offset", "77", "--out", str(out)]) == 0
+    out, kept = tmp_path / BUDGETS_FILE, tmp_path / "traces.jsonl"
+    words = ["calibrate", "--suite", "medium", "-n", "1", "--max-tokens", "2048", "--traces", str(kept)]
+    words += ["--out", str(out), "--by", "attention"]
+    assert main([*words, "--offset", "77"]) == 0
     assert len(prompts) == 1
-    found = json.loads(out.read_text())
-    assert found["calibrated_on"] == "1 answers to medium" and found["folds"] >= 3
+    first = out.read_text()
+    found = json.loads(first)
+    assert found["calibrated_on"] == "1 answers to medium from problem 77 on, 2048 tokens of each at most"
+    assert found["folds"] >= 3 and found["by"] == "attention"
+    assert main([*words, "--offset", "77"]) == 0
+    assert len(prompts) == 1 and out.read_text() == first, "what was recorded is not written again"
+    assert main([*words, "--offset", "78"]) == 2, "the recorded answers are to another problem"
+    assert main([*words, "--offset", "77", "-n", "2"]) == 2
+
+
+def test_by_loss_is_the_rise_above_noise_with_a_little_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = argparse.Namespace(model="pebble", device="cpu", dtype="auto", conclusion=16, by="loss")
+    counts = [[float(layer + head) for head in range(HEADS)] for layer in range(LAYERS)]  # mean 4
+    rise = torch.full((LAYERS, HEADS), 0.001)
+    rise[3, 1] = 0.02
+    asked: list[int] = []
+
+    def measured(model: object, texts: list[object], conclusion: int) -> sensitivity.Sensitivity:
+        asked.append(conclusion)
+        return sensitivity.Sensitivity(rise, torch.full_like(rise, 0.002), 100)
+
+    monkeypatch.setattr(calibrate, "count", lambda *_: (counts, 7))
+    monkeypatch.setattr(sensitivity, "measure", measured)
+    weights, folds = calibrate.weigh(args, [], 32)
+    assert asked == [16] and folds == 7
+    assert weights[3][1] == pytest.approx(0.95 * 16 + 0.05 * 1) and weights[7][1] == pytest.approx(0.05 * 2)
+    assert weights[0][0] == 0.0, "neither loss nor attention asks for anything"
+    args.by = "attention"
+    assert calibrate.weigh(args, [], 32) == (counts, 7)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +116,8 @@ def test_answers_are_cut_as_the_engine_cuts_them(tmp_path: Path, monkeypatch: py
         (["--conclusion", "32"], "conclusion"),
         (["--max-tokens", "1000"], "max_tokens"),
         (["--texts", "none.txt"], "texts"),
+        (["--texts", "none.txt", "--traces", "none.jsonl"], "traces"),
+        (["--entries", "16"], "conclusion"),
     ],
 )
 def test_impossible_options_are_refused_by_name(
@@ -171,5 +210,7 @@ def test_pebble_ships_with_its_table() -> None:
     budgets = FoldBudgets.load(pebble_path() / BUDGETS_FILE, LAYERS, HEADS)
     assert budgets.calibrated
     entries = FOLD_PROFILES["pebble"].entries
-    assert sum(budgets.counts(entries, 512, 16)) == entries * LAYERS * HEADS
+    counts = budgets.counts(entries, 320, 16)
+    assert sum(counts) == entries * LAYERS * HEADS
+    assert counts[3 * HEADS + 1] > 192 and min(counts) == 16, "one head alone looks results up; all keep conclusions"
     assert calibrate.OFFSET > 100_000

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from thinkfold.errors import ParameterError
-from thinkfold.fold.budgets import FoldBudgets, apportion, write
+from thinkfold.fold.budgets import FoldBudgets, apportion, blend, write
 
 LAYERS, HEADS = 3, 2
 
@@ -45,6 +45,21 @@ def test_a_full_head_gives_to_the_others_in_proportion() -> None:
     assert apportion([8.0, 1.0, 1.0, 0.0], 8, 4) == [4, 2, 2, 0]
     assert apportion([1.0, 0.0, 0.0], 5, 3) == [3, 1, 1]
     assert apportion([1.0, 2.0], 0, 3) == [0, 0]
+
+
+def test_one_head_that_needs_all_gets_all_that_is_left() -> None:
+    budgets = FoldBudgets(8, 2, (0.0,) * 7 + (16.0,) + (0.0,) * 8, 16)
+    assert budgets.counts(32, 320, 16) == [16] * 7 + [16 + 256] + [16] * 8
+    assert budgets.counts(24, 320, 16) == [16] * 7 + [16 + 128] + [16] * 8
+    assert budgets.counts(16, 320, 16) == [16] * 16
+    full = budgets.counts(32, 192, 16)  # what the full head cannot take goes to the others
+    assert full[7] == 192 and sum(full) == 32 * 16 and set(full[:7] + full[8:]) == {16, 32}
+
+
+def test_a_blend_is_of_mean_one_and_keeps_a_little_of_what_is_not_needed() -> None:
+    assert blend([[0.0, 0.0], [0.08, 0.0]], [[6.0, 2.0], [0.0, 8.0]], 0.25) == [[0.375, 0.125], [3.0, 0.5]]
+    assert blend([[0.0, 0.0]], [[1.0, 3.0]], 0.05) == blend([[2.0, 6.0]], [[0.0, 0.0]], 0.05) == [[0.5, 1.5]]
+    assert blend([[1.0, 3.0]], [[9.0, 1.0]], 0.0) == [[0.5, 1.5]]
 
 
 def test_everything_fits_when_everything_is_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""`thinkfold calibrate`: count which heads need how many entries, and write the model's budget table for folds."""
+"""`thinkfold calibrate`: measure which heads need how many entries, and write the model's budget table for folds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
-from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets, write
+from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets, blend, write
 from thinkfold.fold.planner import FoldPlanner, Span
 from thinkfold.pebble import SUITES, pebble_path
 from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from thinkfold.cli.traces import Trace
+    from thinkfold.engine.language import Language
+
 OFFSET = 1_000_000  # of the first problem, so that no problem of an eval is among them
 QUERIES = 64  # positions after a span, and as many of its past, that judge it
 FEWEST_TOKENS = 1024  # of a text
+FAVOUR = 0.05  # of attention in a table by loss: what a few texts did not ask for, another one may
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,11 +38,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--texts", type=Path, nargs="+", metavar="FILE", help="plain text, one text a file")
     source.add_argument("--suite", choices=list(SUITES), help="the model's own greedy answers to problems of a suite")
+    parser.add_argument("--traces", type=Path, help="file of recorded answers: read if it is there, else written")
     parser.add_argument("-n", type=int, default=8, help="problems of the suite (default: 8)")
     parser.add_argument("--offset", type=int, default=OFFSET, help=f"number of the first problem (default: {OFFSET})")
     parser.add_argument("--profile", choices=list(FOLD_PROFILES), help="numbers of segments and folds")
     parser.add_argument("--entries", type=int, help="entries a head for which all compete (default: the profile's)")
-    parser.add_argument("--conclusion", type=int, default=0, help="tokens that every head keeps first (default: 0)")
+    parser.add_argument(
+        "--conclusion", type=int, help="tokens that every head keeps first (default: 16 if the model thinks, else 0)"
+    )
+    parser.add_argument(
+        "--by",
+        choices=["loss", "attention"],
+        default="loss",
+        help="what a head's need is: the rise of the loss when it keeps only conclusions (default), or attention",
+    )
     parser.add_argument("--max-tokens", type=int, default=8192, help="of a text or an answer (default: 8192)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
@@ -52,18 +68,25 @@ class Sample:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read texts or write answers, count, and write the table. Raises ThinkfoldError."""
+    """Read texts or write answers, measure, and write the table. Raises ThinkfoldError."""
+    from thinkfold.engine.language import load_language
+    from thinkfold.fold.compaction import CONCLUSION
+
     profile = args.profile or ("pebble" if args.model == "pebble" else "default")
     entries = FOLD_PROFILES[profile].entries if args.entries is None else args.entries
     policy = FoldPolicy(policy=FoldMode.EAGER, profile=profile, entries=entries)
+    language = load_language(_config(args))
+    if args.conclusion is None:
+        args.conclusion = CONCLUSION if language.family else 0
     _check(args, entries, policy)
-    samples = _texts(args, policy) if args.texts else asyncio.run(_answers(args, policy))
+    samples = _texts(args, policy) if args.texts else _answers(args, policy, language)
     if not any(sample.spans for sample in samples):
         raise ParameterError("texts" if args.texts else "suite", "nothing in it is long enough to be folded")
-    weights, folds = count(args, samples, entries)
+    weights, folds = weigh(args, samples, entries)
     origin = {
         "model": Path(args.model).name,
-        "calibrated_on": f"{len(args.texts)} texts" if args.texts else f"{args.n} answers to {_suite(args)}",
+        "calibrated_on": _source(args),
+        "by": args.by,
         "folds": folds,
         "entries": entries,
     }
@@ -74,7 +97,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def count(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> tuple[list[list[float]], int]:
+def weigh(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> tuple[list[list[float]], int]:
+    """What the heads get `[layers][kv_heads]`, mean 1, and the number of spans.
+
+    By loss: the rise of the loss when the head alone keeps only conclusions, rises within their standard error taken
+    as 0, and a share of `FAVOUR` by attention. Attention alone says where a head looks, not whether
+    anything hangs on it; the loss alone says 0 of a head that no text at hand has tried.
+    """
+    from thinkfold.cli.sensitivity import measure
+
+    model, inv_freq = _load(args)
+    counts, folds = count(model, inv_freq, samples, entries, args.conclusion)
+    if args.by == "attention":
+        return counts, folds
+    found = measure(model, [(sample.ids, sample.spans) for sample in samples], args.conclusion)
+    for layer, head in found.needs.nonzero().tolist():
+        rise, error = found.rise[layer, head], found.error[layer, head]
+        print(f"layer {layer} head {head}: {rise:+.5f} ± {error:.5f} nats a token", file=sys.stderr)
+    return blend(found.needs.tolist(), counts, FAVOUR), folds
+
+
+def count(
+    model: Any, inv_freq: Tensor, samples: Sequence[Sample], entries: int, conclusion: int
+) -> tuple[list[list[float]], int]:
     """What the heads win `[layers][kv_heads]` when all compete for each span, mean 1, and the number of spans."""
     import torch
     from tqdm import tqdm
@@ -83,7 +128,6 @@ def count(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> 
     from thinkfold.fold.compaction import global_counts, importance, segment_share
     from thinkfold.runner.folder import AHEAD
 
-    model, inv_freq = _load(args)
     tape, won, folds = use_tape(model), torch.zeros(()), 0
     for sample in tqdm(samples, unit="text", file=sys.stderr):
         record = read(model, tape, sample.ids)
@@ -93,14 +137,14 @@ def count(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> 
             past = torch.linspace(0, span.end - 1, QUERIES).long()
             segments = record.segment(span.start, span.end, now, late, past, AHEAD, inv_freq)
             size = min(entries, span.tokens)
-            first = min(args.conclusion, size)
+            first = min(conclusion, size)
             counts = global_counts(importance(segments), segment_share(segments), size, first)[0]
             won, folds = won + (counts - first).cpu(), folds + 1
     mean = won.double().mean().clamp(min=1e-9)
     return (won / mean).tolist(), folds
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+def _load(args: argparse.Namespace) -> tuple[Any, Tensor]:
     """The model as transformers makes it, without the engine's own layers, and the frequencies of its rope."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -140,22 +184,38 @@ def _texts(args: argparse.Namespace, policy: FoldPolicy) -> list[Sample]:
     return samples
 
 
-async def _answers(args: argparse.Namespace, policy: FoldPolicy) -> list[Sample]:
-    """The model's own greedy answers as samples."""
+def _answers(args: argparse.Namespace, policy: FoldPolicy, language: Language) -> list[Sample]:
+    """The model's own greedy answers as samples, new or recorded."""
+    from thinkfold.cli.traces import cuts
+
+    if language.family is None:
+        raise UnsupportedError("model", "it does not think: give --texts")
+    samples = []
+    for trace in _traces(args, language):
+        ends, _ = cuts(language.family, trace, policy.numbers)
+        samples.append(Sample(trace.prompt + trace.output, _spans(policy, len(trace.prompt), ends)))
+    return samples
+
+
+def _traces(args: argparse.Namespace, language: Language) -> list[Trace]:
+    """Answers to the problems, of `max_tokens` at most; new ones are recorded where a file is named."""
+    from thinkfold.cli import traces
     from thinkfold.cli.evaluation import suite_questions
-    from thinkfold.cli.traces import cuts, write_traces
-    from thinkfold.engine.language import load_language
+    from thinkfold.text.prompts import PromptRenderer
 
     config = _config(args)
-    family = load_language(config).family
-    if family is None:
-        raise UnsupportedError("model", "it does not think: give --texts")
     questions = [question.text for question in suite_questions(_suite(args), args.n, args.offset)]
-    traces = await write_traces(config, questions, args.max_tokens)
-    return [
-        Sample(trace.prompt + trace.output, _spans(policy, len(trace.prompt), cuts(family, trace, policy.numbers)[0]))
-        for trace in traces
-    ]
+    if not args.traces or not args.traces.exists():
+        written = asyncio.run(traces.write_traces(config, questions, args.max_tokens))
+        if args.traces:
+            traces.save(args.traces, written)
+        return written
+    prompts = PromptRenderer(language.tokenizer, normalize=config.normalize_prompts, markers=language.markers)
+    recorded = traces.load(args.traces)[: args.n]
+    if [t.prompt for t in recorded] != [prompts.encode_chat([{"role": "user", "content": q}]) for q in questions]:
+        where = f"{args.n} problems of {_suite(args)} from {args.offset} on"
+        raise ParameterError("traces", f"{args.traces.name} does not hold the answers to {where}")
+    return [traces.Trace(trace.prompt, trace.output[: args.max_tokens]) for trace in recorded]
 
 
 def _spans(policy: FoldPolicy, prompt_tokens: int, ends: Sequence[int]) -> list[Span]:
@@ -173,6 +233,13 @@ def _suite(args: argparse.Namespace) -> str:
     return args.suite or "long"
 
 
+def _source(args: argparse.Namespace) -> str:
+    """What the table is made from."""
+    if args.texts:
+        return f"{len(args.texts)} texts, {args.max_tokens} tokens of each at most"
+    return f"{args.n} answers to {_suite(args)} from problem {args.offset} on, {args.max_tokens} tokens of each at most"
+
+
 def _check(args: argparse.Namespace, entries: int, policy: FoldPolicy) -> None:
     shortest = policy.numbers.min_segment_tokens
     for name, value, low, high in (
@@ -184,5 +251,7 @@ def _check(args: argparse.Namespace, entries: int, policy: FoldPolicy) -> None:
     ):
         if not low <= value <= high:
             raise ParameterError(name, f"must be in [{low}, {high}], got {value}")
+    if args.traces and args.texts:
+        raise ParameterError("traces", "they are answers, and --texts takes plain text instead")
     if not args.out.parent.is_dir():
         raise ParameterError("out", f"there is no folder {args.out.parent}")

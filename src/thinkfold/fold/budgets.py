@@ -93,6 +93,22 @@ def apportion(weights: Sequence[float], blocks: int, cap: int) -> list[int]:
     return given
 
 
+def blend(needs: Sequence[Sequence[float]], others: Sequence[Sequence[float]], share: float) -> list[list[float]]:
+    """Two tables `[layers][kv_heads]` as one of mean 1: `needs`, and `share` of it by `others`.
+
+    Each is scaled to mean 1 before that, so that their units do not matter; where one of them is all zeros, the other
+    stands alone. What `needs` calls nothing keeps a little, in proportion to `others`, and comes first when a head
+    that needs much is full.
+    """
+    parts = [(1.0 - share, needs), (share, others)]
+    alive = [(weight, table, _mean(table)) for weight, table in parts if _mean(table) > 0]
+    total = sum(weight for weight, _, _ in alive)
+    return [
+        [sum(weight / total * table[layer][head] / mean for weight, table, mean in alive) for head in range(len(row))]
+        for layer, row in enumerate(needs)
+    ]
+
+
 def write(path: Path, weights: Sequence[Sequence[float]], conclusion: int, origin: dict[str, Any]) -> None:
     """Write a table `[layers][kv_heads]`, scaled to mean 1; `origin` says of which model and from what it was counted.
 
@@ -104,6 +120,10 @@ def write(path: Path, weights: Sequence[Sequence[float]], conclusion: int, origi
     head = json.dumps({**origin, "conclusion": conclusion}, indent=1)[:-2]
     lines = ",\n  ".join(json.dumps(layer) for layer in layers)
     path.write_text(f'{head},\n "weights": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+
+
+def _mean(table: Sequence[Sequence[float]]) -> float:
+    return sum(map(sum, table)) / sum(map(len, table))
 
 
 def _table(found: Any, name: str) -> tuple[list[list[float]], int]:
