@@ -32,12 +32,11 @@ def test_counts_are_whole_blocks_within_all_bounds(page_size: int, conclusion: i
             assert most - page_size < sum(counts) <= most
 
 
-def test_the_conclusion_comes_first_where_the_budget_holds_it() -> None:
+def test_the_conclusion_comes_first_where_it_leaves_half_of_the_budget() -> None:
     assert table().counts(32, 512, 16) == [16, 32, 64, 32, 32, 16]
-    assert table().counts(16, 512, 16) == [16] * 6
-    assert table().counts(15, 512, 16) == [0, 0, 48, 16, 16, 0]
-    assert table(0).counts(16, 512, 16) == [0, 16, 48, 16, 16, 0]
-    assert min(table().counts(16, 512, 8)) == 16
+    assert table().counts(31, 512, 16) == table(0).counts(31, 512, 16) == [0, 16, 80, 48, 32, 0]
+    assert table().counts(16, 512, 16) == [0, 16, 48, 16, 16, 0]
+    assert min(table().counts(16, 512, 8)) == 0 and min(table().counts(32, 512, 8)) == 16
 
 
 def test_a_full_head_gives_to_the_others_in_proportion() -> None:
@@ -50,8 +49,7 @@ def test_a_full_head_gives_to_the_others_in_proportion() -> None:
 def test_one_head_that_needs_all_gets_all_that_is_left() -> None:
     budgets = FoldBudgets(8, 2, (0.0,) * 7 + (16.0,) + (0.0,) * 8, 16)
     assert budgets.counts(32, 320, 16) == [16] * 7 + [16 + 256] + [16] * 8
-    assert budgets.counts(24, 320, 16) == [16] * 7 + [16 + 128] + [16] * 8
-    assert budgets.counts(16, 320, 16) == [16] * 16
+    assert budgets.counts(16, 320, 16) == [0] * 7 + [256] + [0] * 8
     full = budgets.counts(32, 192, 16)  # what the full head cannot take goes to the others
     assert full[7] == 192 and sum(full) == 32 * 16 and set(full[:7] + full[8:]) == {16, 32}
 

@@ -152,7 +152,7 @@ def test_what_is_stored_is_what_was_chosen(folder: Path, selector: str, dtype: s
                 part.append(rows[0].flatten(0, 1)[head][kept])
         feed(one, 2, memory=MemoryWork(commits=[one.commit(prepared, first)]))
     for head, (keys, values, bias) in enumerate(told):
-        blocks = torch.tensor(one.summary.blocks[head])
+        blocks = torch.tensor(one.summary.blocks[head], dtype=torch.long)
         length = one.summary.lengths[head]
         ids = (blocks[:, None] * 8 + torch.arange(8)).flatten()[:length]
         stored = memory.storage.read(ids)

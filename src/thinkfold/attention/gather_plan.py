@@ -25,7 +25,7 @@ from thinkfold.attention.padding import (
 
 # Gathered keys and values of one group of decode rows should stay inside a CPU's last-level cache;
 # a GPU would rather have few large groups.
-GATHER_BYTES = 8 << 20
+GATHER_BYTES = 4 << 20
 GATHER_BYTES_GPU = 1 << 30
 # A group may pad its shorter rows up to this share of the longest one.
 MAX_PADDING = 0.15

@@ -20,7 +20,8 @@ class FoldBudgets:
     """The budget table of one model; a head is numbered `layer * kv_heads + kv_head`.
 
     `weights` say how the entries of a fold are shared out, one number a head, mean 1; empty without a table.
-    `conclusion` entries go to every head before that, where the budget holds them.
+    `conclusion` entries go to every head before that, unless they would take more than half of the budget from heads
+    that may need all of it.
     """
 
     num_layers: int
@@ -63,7 +64,7 @@ class FoldBudgets:
         cap = tokens // page_size
         blocks = min(entries * heads // page_size, cap * heads)
         first = min(-(-self.conclusion // page_size), cap)
-        if blocks < first * heads:
+        if blocks < 2 * first * heads:
             first = 0
         shared = apportion(self.weights, blocks - first * heads, cap - first)
         return [(first + given) * page_size for given in shared]
