@@ -34,6 +34,7 @@ from thinkfold.llm import collect
 from thinkfold.pebble import pebble_path, problems
 from thinkfold.text.prompts import PromptRenderer
 
+PAGE_SIZE = 32  # of our KV; on a CPU larger pages are gathered faster than the default of 16
 AT_A_TIME = 16
 
 
@@ -63,7 +64,12 @@ class Thinkfold:
     def __init__(self, model: str, at_a_time: int) -> None:
         self._runner = asyncio.Runner()
         config = EngineConfig(
-            model=model, device="cpu", dtype="float32", max_num_seqs=at_a_time, enable_prefix_caching=False
+            model=model,
+            device="cpu",
+            dtype="float32",
+            max_num_seqs=at_a_time,
+            enable_prefix_caching=False,
+            page_size=PAGE_SIZE,
         )
         self._engine = self._runner.run(AsyncEngine.start(config))
 
@@ -254,7 +260,7 @@ def measure(case: str, lengths: Sequence[int], args: argparse.Namespace) -> dict
     peer = max(rates, key=rates.__getitem__)
     metrics = {"output_tokens_per_s": own, "peer_output_tokens_per_s": rates[peer], "ratio": own / rates[peer]}
     metrics |= {f"{name}_output_tokens_per_s": rate for name, rate in rates.items()}
-    versions = {"peer": f"transformers {peer}", "threads": str(args.threads)}
+    versions = {"peer": f"transformers {peer}", "threads": str(args.threads), "page_size": str(PAGE_SIZE)}
     return rows.make_row("serve", case, metrics, seed=args.seed, extra_versions=versions)
 
 
