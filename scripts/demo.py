@@ -30,9 +30,9 @@ from thinkfold.pebble.suites import problem_at
 READY_SECONDS = 120
 ANSWER_SECONDS = 300
 MAX_TOKENS = 6_000
-SUITE = "medium"
+SUITE = "long"
 QUESTION = 3
-POOL_ENTRIES = 800  # a whole number of pages
+POOL_ENTRIES = 1024  # a whole number of pages
 ENTRY_BYTES = 2 * 8 * 2 * 64 * 4  # of Pebble in fp32: K and V, 8 layers, 2 KV heads of 64
 
 

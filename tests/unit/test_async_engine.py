@@ -13,7 +13,7 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import CapacityError, EngineDeadError, ParameterError, QueueFullError, UnsupportedError
 from thinkfold.llm import collect
-from thinkfold.types import FinishReason, FoldMode, FoldParams, FoldPolicy, FoldPolicy, SamplingParams, ThinkingParams
+from thinkfold.types import FinishReason, FoldMode, FoldParams, FoldPolicy, SamplingParams, ThinkingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 
