@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
+from op_inputs import Inputs
 from torch import Tensor
 
 from thinkfold.attention.fp8 import FP8, dequantise, quantise
@@ -13,24 +12,6 @@ from thinkfold.attention.ops import paged_attention
 
 LAYERS, LAYER, SIZE = 2, 1, 8
 LARGEST, SMALLEST_NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9
-
-
-class Inputs(NamedTuple):
-    """Two rows of `new` tokens behind stored ones, the second with a summary of another page."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kv: Tensor
-    cu_seqlens_q: Tensor
-    kv_lens: Tensor
-    page_table: Tensor
-    slot_mapping: Tensor
-    summary_rows: Tensor
-    summary_table: Tensor
-    summary_lens: Tensor
-    bias: Tensor
-    kv_scales: Tensor
 
 
 def stored(rows: Tensor) -> Tensor:

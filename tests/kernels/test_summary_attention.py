@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from op_inputs import Inputs
 from torch import Tensor
 
 from thinkfold.attention.ops import paged_attention
@@ -40,22 +41,6 @@ CASES = [
     Case(3, 2, 37, 64, [Row(1, 500, (600, 0, 1)), Row(300, 300, (0, 0, 5)), Row(1, 64)]),
     Case(2, 2, 64, 16, [Row(1, 191, (513, 512)), Row(4, 700, (190, 64)), Row(1, 129, (63, 65))], beta=True),
 ]
-
-
-class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kv: Tensor
-    cu_seqlens_q: Tensor
-    kv_lens: Tensor
-    page_table: Tensor
-    slot_mapping: Tensor
-    summary_rows: Tensor
-    summary_table: Tensor
-    summary_lens: Tensor
-    bias: Tensor
-    kv_scales: Tensor
 
 
 def make(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from op_inputs import Inputs
 from torch import Tensor
 
 from thinkfold.attention.fp8 import FP8, quantise
@@ -33,22 +34,6 @@ class Case(NamedTuple):
     beta: bool = False
     fp8: bool = False
     sinks: tuple[int, ...] = ()
-
-
-class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kv: Tensor
-    cu_seqlens_q: Tensor
-    kv_lens: Tensor
-    page_table: Tensor
-    slot_mapping: Tensor
-    summary_rows: Tensor
-    summary_table: Tensor
-    summary_lens: Tensor
-    bias: Tensor
-    kv_scales: Tensor
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:

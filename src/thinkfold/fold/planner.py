@@ -59,9 +59,10 @@ class FoldPlanner:
         self._page_size = page_size
         self._eager = policy.policy is FoldMode.EAGER
         self.told_until = 0  # the end of the last span whose fate is known outside; survives a restart
-        self._start_over()
+        self.restart()
 
-    def _start_over(self) -> None:
+    def restart(self) -> None:
+        """Everything is computed anew from the prompt on; what was found is read again."""
         self._next_start = -(-self.num_prompt_tokens // self._page_size) * self._page_size
         self._seen = 0
         self._answer_start: int | None = None
@@ -147,10 +148,6 @@ class FoldPlanner:
         """The span's first page as an index into the raw page table of now."""
         before = sum(end - start for start, end in self.folded if end <= span.start)
         return (span.start - before) // self._page_size
-
-    def restart(self) -> None:
-        """Everything is computed anew from the prompt on; what was found is read again."""
-        self._start_over()
 
     def check_position(self, position: int) -> None:
         """Raise ParameterError, naming the nearest good positions, unless the branch can be forked at or rewound to it.

@@ -22,11 +22,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from thinkfold.config import EngineConfig
+from thinkfold.config import EMBEDDED_MODEL, EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.runner import adapter, cpu_fusion, cpu_layers
 
-EMBEDDED_MODEL = "pebble"
 WAY_OUT = "run it in another engine and put thinkfold in front with --engine openai"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
