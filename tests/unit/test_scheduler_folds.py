@@ -142,6 +142,8 @@ def test_pressure_folds_instead_of_preempting(depth):
     run(folded, [thinker(i, n, policy=FoldMode.PRESSURE) for i, n in enumerate(LENGTHS)], depth=depth)
     assert folded.num_preemptions == 0
     assert folded.pressure["fold"] == folded.folds.totals["folds"] > 0
+    told = [(branch.order, fold.start) for branch, fold in folded.folds.done]
+    assert len(told) == len(set(told)) == folded.folds.totals["folds"], "each fold is told once, in whatever order"
 
 
 def test_pressure_with_ample_memory_folds_nothing():
@@ -164,6 +166,7 @@ def test_a_lone_branch_folds_what_was_refused_before_it_gives_up():
     branch = thinker(0, 100, policy=FoldMode.PRESSURE, gate=0.2)
     run(scheduler, [branch], runner=Reader(fold_error=0.5))
     assert len(branch.output_ids) == 100 and scheduler.pressure["fold_forced"] > 0
+    assert {fold.refused for _, fold in scheduler.folds.done} == {True, False}, "a fold after a refusal is told, too"
 
 
 def test_a_lone_branch_that_cannot_go_on_ends_with_an_error():

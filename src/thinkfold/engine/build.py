@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from thinkfold.config import EngineConfig
 from thinkfold.control.branch import BranchControl
@@ -44,7 +45,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        fold_counts=lambda entries, tokens: runner.budgets.counts(entries, tokens, config.page_size),
+        fold_counts=cache(lambda entries, tokens: runner.budgets.counts(entries, tokens, config.page_size)),
         admission=Admission(capacity, config.page_size) if config.admission == "predicted" else None,
     )
 

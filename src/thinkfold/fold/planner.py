@@ -58,7 +58,7 @@ class FoldPlanner:
         self.num_prompt_tokens = num_prompt_tokens
         self._page_size = page_size
         self._eager = policy.policy is FoldMode.EAGER
-        self.told_until = 0  # the end of the last span whose fate is known outside; survives a restart
+        self.told: set[tuple[int, bool]] = set()  # (start, refused) of what is known outside; survives a restart
         self.restart()
 
     def restart(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -124,7 +123,8 @@ class FoldDesk:
 
     def _settle(self, branch: Branch, planner: FoldPlanner, span: Span, *, stuck: bool) -> bool:
         """Commit or refuse a judged span; False if the memory for its summary is still to come."""
-        error = math.nan if span.error is None else span.error
+        error = span.error
+        assert error is not None, "a span is judged before it is settled"
         fold_id = next(i for i, (_, _, known) in self._prepared.items() if known is span)
         growth, before, pages = None, self._held(), []
         if span.forced or error <= planner.policy.gate:  # never with an estimate that is not a number
@@ -148,8 +148,8 @@ class FoldDesk:
             fold = Fold(fold_id, start, start + span.tokens, mean, before - self._held(), error)
             self.totals["folds"] += 1
             self.totals["folded_tokens"] += span.tokens
-        if span.end > planner.told_until:  # else it was told before a preemption
-            planner.told_until = span.end
+        if (span.start, fold.refused) not in planner.told:  # else it was told before a preemption
+            planner.told.add((span.start, fold.refused))
             self.done.append((branch, fold))
         return True
 
