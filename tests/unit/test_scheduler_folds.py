@@ -146,6 +146,24 @@ def test_pressure_folds_instead_of_preempting(depth):
     assert len(told) == len(set(told)) == folded.folds.totals["folds"], "each fold is told once, in whatever order"
 
 
+def test_folds_out_of_order_are_each_told():
+    scheduler, runner, branch = make(), Reader(), thinker(0, 100, policy=FoldMode.PRESSURE)
+    scheduler.add([branch])
+    for _ in range(90):
+        if branch.steering.outputs > 60 and not scheduler.folds.pressing:
+            scheduler.folds.press([branch], {})
+        plan = scheduler.plan()
+        result = runner.launch(plan)
+        for fold_id, error in result.fold_errors:
+            scheduler.folds.judge(fold_id, error)
+        for (owner, _), token in zip(scheduler.collect(plan.step), result.token_ids, strict=True):
+            owner.token_ids.append(token)
+            owner.steering.outputs += 1
+    starts = [fold.start for _, fold in scheduler.folds.done]
+    assert starts != sorted(starts), "the largest gain comes first"
+    assert len(starts) == len(set(starts)) == scheduler.folds.totals["folds"] > 2
+
+
 def test_pressure_with_ample_memory_folds_nothing():
     scheduler = make()
     outputs, _ = run(scheduler, [thinker(0, 100, policy=FoldMode.PRESSURE)])
