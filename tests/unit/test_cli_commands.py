@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from thinkfold.cli import ask
 from thinkfold.cli.engine_flags import add_engine_flags, engine_config
 from thinkfold.cli.main import INTERRUPTED, USAGE_ERROR, main
 from thinkfold.config import EngineConfig
+from thinkfold.errors import RequestFailedError
 from thinkfold.server.reply import three_costs
 from thinkfold.types import Costs, Fold, FoldParams, FoldProfile, SamplingParams, Segment, ThinkingParams
 
@@ -108,6 +110,17 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "x", "reasoning": null}}]}\n'
 
 
+def test_a_connection_that_is_reset_has_broken_off() -> None:
+    def lines() -> Iterator[bytes]:
+        yield CHUNK
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    pieces = ask._read_events(lines())
+    assert next(pieces).text == "x"
+    with pytest.raises(RequestFailedError, match="broke off before its end"):
+        next(pieces)
+
+
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
@@ -126,6 +139,9 @@ def test_ask_says_what_a_broken_server_did(reply: bytes, words: str, capsys: pyt
             with peer:
                 peer.recv(65536)
                 peer.sendall(reply)
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(65536):  # a close with something unread would reset the connection
+                    pass
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()

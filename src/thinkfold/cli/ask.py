@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -194,14 +195,14 @@ def _ask_server(args: argparse.Namespace, question: str) -> Iterator[Piece]:
         raise ThinkfoldError(_server_message(error)) from None
     except urllib.error.URLError as error:
         raise ThinkfoldError(f"cannot reach {args.url}: {error.reason}") from None
-    except (http.client.HTTPException, ValueError) as error:  # no URL, no HTTP or no JSON
+    except (http.client.HTTPException, ConnectionError, ValueError) as error:  # no URL, no HTTP or no JSON
         raise ThinkfoldError(f"cannot talk to {args.url}: {type(error).__name__}: {error}") from None
 
 
 def _read_events(lines: Iterable[bytes]) -> Iterator[Piece]:
     """Pieces of a stream. Raises RequestFailedError if it does not come to its end."""
     ended: str | None = None
-    for raw in lines:
+    for raw in _until_reset(lines):
         line = raw.decode().strip()
         if line == "data: [DONE]":
             return
@@ -219,6 +220,12 @@ def _read_events(lines: Iterable[bytes]) -> Iterator[Piece]:
         if "thinkfold" in (event.get("usage") or ()):
             yield Piece(costs=event["usage"]["thinkfold"], thinking_end=ended)
     raise RequestFailedError("the stream broke off before its end")
+
+
+def _until_reset(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream; a connection that is reset has ended."""
+    with suppress(ConnectionError):
+        yield from lines
 
 
 def _server_message(error: urllib.error.HTTPError) -> str:
