@@ -42,5 +42,5 @@ def build_app(
     app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options or ServerOptions())
     for module in (chat, completions, models, health, metrics):
         app.include_router(module.router)
-    errors.install(app)
+    errors.install(app, {})
     return app

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel, read_body
+from thinkfold.server.chunks import ChunkWriter
 from thinkfold.server.contract import Engine
 from thinkfold.server.fields import RequestFields, check_model
 from thinkfold.server.folds import FIELD_NAMES
@@ -122,11 +123,11 @@ async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, ChatRequest, state.options.max_body_bytes)
-    job, shape = await asyncio.to_thread(_prepare, engine, body, state.slot.sampling_defaults)
-    return await respond(request, engine, job, shape)
+    job, writer = await asyncio.to_thread(_prepare, engine, body, state.slot.sampling_defaults)
+    return await respond(request, engine, job, writer)
 
 
-def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | int]) -> tuple[Job, ChatShape]:
+def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | int]) -> tuple[Job, ChunkWriter]:
     """Everything that takes time before the engine: checks, template, tokens."""
     model = check_model(engine, body.model)
     num_logprobs = body.num_logprobs()
@@ -148,9 +149,8 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         thinking=thinking,
         namespace=body.namespace,
         stream=bool(body.stream),
-        include_usage=body.include_usage,
         fold=body.fold_params(),
         events=body.wants_events,
         names={**FIELD_NAMES, "prompt": "messages"},
     )
-    return job, ChatShape(num_logprobs, engine.prompts.token_bytes)
+    return job, ChunkWriter(job, ChatShape(num_logprobs, engine.prompts.token_bytes), include_usage=body.include_usage)

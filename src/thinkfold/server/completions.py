@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from thinkfold.config import EngineConfig
 from thinkfold.errors import CapacityError, ParameterError
 from thinkfold.server.body import read_body
+from thinkfold.server.chunks import ChunkWriter
 from thinkfold.server.contract import Engine
 from thinkfold.server.fields import RequestFields, check_model
 from thinkfold.server.folds import FIELD_NAMES
@@ -92,11 +93,11 @@ async def completions(request: Request) -> Response:
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, CompletionRequest, state.options.max_body_bytes)
-    job, shape = await asyncio.to_thread(_prepare, state, engine, body)
-    return await respond(request, engine, job, shape)
+    job, writer = await asyncio.to_thread(_prepare, state, engine, body)
+    return await respond(request, engine, job, writer)
 
 
-def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tuple[Job, CompletionShape]:
+def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tuple[Job, ChunkWriter]:
     model = check_model(engine, body.model)
     if body.chat_template_kwargs is not None:
         raise ParameterError("chat_template_kwargs", "needs a chat; a raw prompt has no template")
@@ -115,12 +116,13 @@ def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tup
         thinking=body.thinking_params(enabled_by_default=engine.config.enable_thinking),
         namespace=body.namespace,
         stream=bool(body.stream),
-        include_usage=body.include_usage,
         fold=body.fold_params(),
         events=body.wants_events,
         names=FIELD_NAMES,
     )
-    return job, CompletionShape(body.logprobs, engine.prompts.token_bytes)
+    return job, ChunkWriter(
+        job, CompletionShape(body.logprobs, engine.prompts.token_bytes), include_usage=body.include_usage
+    )
 
 
 def _check_queue(config: EngineConfig, prompts: int, n: int) -> None:

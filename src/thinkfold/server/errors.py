@@ -1,10 +1,11 @@
-"""OpenAI's error shape for everything that can go wrong. Knows errors, no requests."""
+"""Everything that can go wrong, as HTTP statuses and bodies: OpenAI's shape, or the one of the route's API."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -58,20 +59,38 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 )
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and `{"error": …}` body of an error; unknown ones show no detail."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as an API tells it. `type` and `code` are OpenAI's words, `param` names the field."""
+
+    status: int
+    type: str
+    message: str
+    code: str | None = None
+    param: str | None = None
+
+
+ErrorBody = Callable[[Failure], dict[str, Any]]
+
+
+def failure_of(error: Exception) -> Failure:
+    """What clients are told of an error; unknown ones show no detail."""
     for kind, status, type_, code in _KINDS:
         if isinstance(error, kind):
             param = error.field if isinstance(error, ParameterError) else None
-            return status, _body(str(error), type_, param, code)
-    return 500, _body("internal error", "server_error", None, "internal_error")
+            return Failure(status, type_, _clean(str(error)), code, _clean(param) if param is not None else None)
+    return Failure(500, "server_error", "internal error", "internal_error")
 
 
-def _body(message: str, type_: str, param: str | None, code: str | None) -> dict[str, Any]:
-    # A message may quote the user's text, in which a lone surrogate cannot be sent.
-    clean = message.encode("utf-8", "replace").decode()
-    param = param.encode("utf-8", "replace").decode() if param is not None else None
-    return {"error": {"message": clean, "type": type_, "param": param, "code": code}}
+def openai_body(failure: Failure) -> dict[str, Any]:
+    """`{"error": …}`."""
+    names = ("message", "type", "param", "code")
+    return {"error": {name: getattr(failure, name) for name in names}}
+
+
+def _clean(text: str) -> str:
+    """The text may quote the user's, in which a lone surrogate cannot be sent."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
@@ -80,34 +99,38 @@ def renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
     return type(error)(f"{names[head]}{dot}{rest}", error.message) if head in names else error
 
 
-def install(app: FastAPI) -> None:
-    """Add the handlers to `app`."""
-    app.add_exception_handler(ThinkfoldError, _on_error)
-    app.add_exception_handler(ClientGoneError, _on_client_gone)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_error)
+def install(app: FastAPI, bodies: Mapping[str, ErrorBody]) -> None:
+    """Add the handlers to `app`. `bodies` has the error shapes of routes by the beginning of their paths."""
+
+    def answer(request: Request, failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        path = request.url.path
+        body = next((made for prefix, made in bodies.items() if path.startswith(prefix)), openai_body)
+        return JSONResponse(body(failure), failure.status, headers)
+
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        failure = failure_of(error)
+        if failure.status == 500:
+            logger.error("request to %s failed", request.url.path, exc_info=error)
+        request.app.state.thinkfold.metrics.errors.labels(str(failure.status)).inc()
+        return answer(request, failure, _retry_after(error))
+
+    async def on_client_gone(request: Request, error: Exception) -> JSONResponse:
+        return answer(request, Failure(CLIENT_CLOSED_REQUEST, "server_error", "client closed the request"))
+
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        request.app.state.thinkfold.metrics.errors.labels(str(error.status_code)).inc()
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return answer(request, Failure(error.status_code, "invalid_request_error", message, code), error.headers)
+
+    app.add_exception_handler(ThinkfoldError, on_error)
+    app.add_exception_handler(ClientGoneError, on_client_gone)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_error)
 
 
-async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    status, body = describe(error)
-    if status == 500:
-        logger.error("request to %s failed", request.url.path, exc_info=error)
-    request.app.state.thinkfold.metrics.errors.labels(str(status)).inc()
-    headers = {}
+def _retry_after(error: Exception) -> dict[str, str]:
     if isinstance(error, QueueFullError):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    elif isinstance(error, EngineLoadingError):
-        headers["Retry-After"] = str(LOADING_RETRY_S)
-    return JSONResponse(body, status, headers)
-
-
-async def _on_client_gone(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(_body("client closed the request", "server_error", None, None), CLIENT_CLOSED_REQUEST)
-
-
-async def _on_http(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    request.app.state.thinkfold.metrics.errors.labels(str(error.status_code)).inc()
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    body = _body(f"{request.method} {request.url.path}: {error.detail}", "invalid_request_error", None, code)
-    return JSONResponse(body, error.status_code, error.headers)
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+    return {"Retry-After": str(LOADING_RETRY_S)} if isinstance(error, EngineLoadingError) else {}

@@ -1,9 +1,9 @@
-"""Request fields that chat and legacy completions share, and their way into SamplingParams."""
+"""Request fields that APIs share, and their way into SamplingParams."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from thinkfold.errors import ParameterError
@@ -21,41 +21,19 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = None
 
 
-class RequestFields(ThinkingFields):
-    """Null means not given, except for thinking budgets."""
+class SharedFields(StrictModel):
+    """Fields of every API that generates. Null means not given."""
 
     model: str | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stop_in_thinking: bool | None = None
-    ignore_eos: bool | None = None
     seed: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     thinkfold: ThinkfoldFields | None = None
-    # For the operator's own records; they change nothing here.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with usage. Raises ParameterError for options without a stream."""
-        if self.stream_options is not None and not self.stream:
-            raise ParameterError("stream_options", "needs stream: true")
-        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def wants_events(self) -> bool:
@@ -75,20 +53,53 @@ class RequestFields(ThinkingFields):
         labels = (("salt", self.cache_salt), ("key", self.prompt_cache_key))
         return tuple(f"{label}={value}" for label, value in labels if value is not None)
 
+    def draws(self, defaults: Mapping[str, float | int], *more: str) -> dict[str, Any]:
+        """What the request says about drawing tokens, and `more` fields of it, in the engine's terms.
+
+        `defaults` (the model's own) stand in for what is not given.
+        """
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", *more)
+        return {**defaults, **{k: getattr(self, k) for k in names if getattr(self, k) is not None}}
+
+
+class RequestFields(ThinkingFields, SharedFields):
+    """Fields of chat and legacy completions. Null means not given, except for thinking budgets."""
+
+    n: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_in_thinking: bool | None = None
+    ignore_eos: bool | None = None
+    stream_options: StreamOptions | None = None
+    # For the operator's own records; they change nothing here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with usage. Raises ParameterError for options without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise ParameterError("stream_options", "needs stream: true")
+        return bool(self.stream_options and self.stream_options.include_usage)
+
     def output_limit(self) -> int | None:
         """The most tokens of a response."""
         return self.max_tokens
 
     def sampling_params(self, defaults: Mapping[str, float | int], logprobs: int | None) -> SamplingParams:
         """Checked parameters; `defaults` (the model's own) stand in for what is not given."""
-        names = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        names += ("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_in_thinking", "seed")
-        given: dict[str, Any] = {k: getattr(self, k) for k in names if getattr(self, k) is not None}
+        names = ("n", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        names += ("min_tokens", "ignore_eos", "stop_in_thinking")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for text in stop:
-            _check_unicode("stop", text)
+        check_unicode("stop", stop)
         return SamplingParams(
-            **{**defaults, **given},
+            **self.draws(defaults, *names),
             max_tokens=self.output_limit(),
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -112,8 +123,9 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in given.items()}
 
 
-def _check_unicode(field: str, text: str) -> None:
+def check_unicode(field: str, texts: Iterable[str]) -> None:
+    """Raise ParameterError for a lone surrogate, which JSON can carry and UTF-8 cannot."""
     try:
-        text.encode()
+        "".join(texts).encode()
     except UnicodeEncodeError:
         raise ParameterError(field, "holds a lone surrogate") from None
