@@ -35,8 +35,9 @@ from thinkfold.engine.language import load_language
 from thinkfold.fold import gate, selectors
 from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
 from thinkfold.fold.compaction import rotate, segment_share
-from thinkfold.fold.planner import FoldPlanner, Span
+from thinkfold.fold.planner import FoldPlanner
 from thinkfold.fold.segments import Entries, Segments, Summary, raw_entries
+from thinkfold.fold.spans import Span
 from thinkfold.pebble import SUITES, pebble_path
 from thinkfold.runner.folder import AHEAD, HELD_OUT
 from thinkfold.runner.query_store import QueryStore

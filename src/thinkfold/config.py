@@ -154,5 +154,3 @@ class EngineConfig:
             raise ParameterError(
                 "fold_entries", f"must be at least 0 and less than the {limit} tokens of the shortest segment"
             )
-        if self.fold_policy == FoldMode.OFF and self.fold_at_answer == AtAnswer.RECYCLE:
-            raise ParameterError("fold_at_answer", "recycle folds, and fold_policy is off")

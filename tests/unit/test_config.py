@@ -53,9 +53,10 @@ def test_every_profile_can_be_named():
     assert get_args(hints["fold_at_answer"]) == tuple(AtAnswer)
 
 
-def test_recycling_without_folding_is_refused():
-    with pytest.raises(ParameterError, match="fold_at_answer: recycle folds"):
-        EngineConfig(fold_policy="off", fold_at_answer="recycle")
+@pytest.mark.parametrize("at_answer", list(AtAnswer))
+def test_thinking_may_leave_at_the_answer_without_any_fold_before(at_answer):
+    config = EngineConfig(fold_policy="off", fold_at_answer=at_answer)
+    assert (config.fold_policy, config.fold_at_answer) == ("off", at_answer)
 
 
 def test_segments_are_no_setting_of_their_own_any_more():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from thinkfold.errors import ParameterError
-from thinkfold.fold.planner import ANSWER_LAG, COMMIT_LAG, FoldPlanner, SpanState
+from thinkfold.fold.planner import ANSWER_LAG, COMMIT_LAG, FoldPlanner
+from thinkfold.fold.spans import SpanBook, SpanState
 from thinkfold.types import AtAnswer, FoldMode, FoldPolicy, FoldProfile
 
 PAGE, PROMPT = 4, 6
@@ -16,6 +17,16 @@ def planner(policy=FoldMode.EAGER, at_answer=AtAnswer.KEEP):
     made = FoldPlanner(FoldPolicy(policy, entries=4, at_answer=at_answer), PAGE, PROMPT)
     made.numbers = NUMBERS
     return made
+
+
+def pages(span):
+    """What a fold wins, if its summary takes no page."""
+    return span.tokens // PAGE
+
+
+def pressed(made, position, *, force=False, worth=pages):
+    found = made.under_pressure(position, worth, force=force)
+    return found and found[2]
 
 
 def spans(made):
@@ -79,21 +90,81 @@ def test_a_refused_span_stays_raw_and_is_offered_again_by_force_only():
     made = planner(FoldMode.PRESSURE)
     made.observe([11], None)
     span = made.spans[0]
-    assert made.under_pressure(23) == []  # the last tokens stay raw
-    assert made.under_pressure(24) == [span]
+    assert pressed(made, 23) is None  # the last tokens stay raw
+    assert pressed(made, 24) is span
     made.prepare(span, 24, pressed=True)
-    assert span.commit_at == 24 and made.under_pressure(30) == []
+    assert span.commit_at == 24 and pressed(made, 30) is None
     made.give_up(span)
     assert span.state is SpanState.REFUSED
-    assert made.under_pressure(30) == [] and made.under_pressure(30, force=True) == [span]
+    assert pressed(made, 30) is None and pressed(made, 30, force=True) is span
+    assert made.refused == (1, 8)
+
+
+def test_under_pressure_the_span_that_wins_most_goes_first_and_young_ones_last():
+    made = planner(FoldMode.PRESSURE)
+    made.numbers = FoldProfile(24, 8, fold_delay=30, keep_raw_tokens=8, entries=4)
+    made.observe([11, 25, 40], None)  # spans of 2, 3 and 4 pages, due at 47, 61 and 76
+    first, second, third = made.spans
+    assert made.under_pressure(30, pages) == (False, 2, first), "the second lies in the last tokens"
+    assert made.under_pressure(60, pages) == (True, 2, first), "the first has been due"
+    assert made.under_pressure(61, pages) == (True, 3, second)
+    made.prepare(second, 61, pressed=True)
+    assert pressed(made, 61) is first
+    made.prepare(first, 61, pressed=True)
+    assert made.under_pressure(61, pages) == (False, 4, third)
+    assert pressed(made, 61, worth=lambda span: 0) is None
+
+
+def test_a_span_that_wins_nothing_is_not_asked_for_again():
+    made, asked = planner(FoldMode.PRESSURE), []
+    made.observe([11, 25, 40], None)
+    for position in range(60, 200):
+        assert pressed(made, position, worth=lambda span: asked.append(span) or 0) is None
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("policy", list(FoldMode))
+def test_a_step_costs_the_same_behind_a_thousand_raw_spans(policy, monkeypatch):
+    """Nothing but an end, an event or a fold may look through all spans."""
+    made = planner(policy, AtAnswer.SWAP)
+    ends = list(range(8, 8 * 4000, 8))
+    made.observe(ends, None)
+    while policy is FoldMode.EAGER and (span := made.to_prepare(10**6)) is not None:
+        made.prepare(span, 10**6)
+        made.give_up(span)
+    position, worth = 8 * 4000 + 100, lambda span: 0
+    made.under_pressure(position, worth)
+    looks = 0
+
+    class Counted(list):
+        def __getitem__(self, index):
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(index)
+
+        def __iter__(self):
+            raise AssertionError("all spans are looked through")
+
+    book = made._book
+    for name in ("closed", "refused", "folded"):
+        setattr(book, name, Counted(getattr(book, name)))
+    monkeypatch.setattr(SpanBook, "all", lambda self: pytest.fail("all spans are looked through"))
+    for step in range(100):
+        made.observe(ends, None)
+        assert made.to_commit(position + step) is None and made.to_prepare(position + step) is None
+        assert made.next_event(position + step) is None
+        assert made.under_pressure(position + step, worth) is None
+        assert made.to_offload(position + step) is None
+        assert made.folded_tokens == 0 and made.refused[0] in (0, len(book.refused))
+    assert looks <= 100 * 60
 
 
 @pytest.mark.parametrize("mode", [FoldMode.OFF, FoldMode.EAGER])
 def test_who_does_not_fold_under_pressure(mode):
     made = planner(mode)
     made.observe([11, 25], None)
-    assert made.under_pressure(100) == []
-    assert bool(made.under_pressure(100, force=True)) == (mode is FoldMode.EAGER)
+    assert pressed(made, 100) is None
+    assert bool(pressed(made, 100, force=True)) == (mode is FoldMode.EAGER)
 
 
 def test_only_eager_folds_by_itself():
@@ -140,6 +211,21 @@ def test_swap_at_the_answer_takes_one_run_of_pages_once_nothing_is_being_judged(
     assert made.to_offload(start) is None
     made.remove(made.spans[0])
     assert made.to_offload(start) == (2, 5)
+    made.not_offloaded()
+    assert [s.state for s in made.spans] == [SpanState.REFUSED, SpanState.CLOSED]
+    assert made.to_offload(start) == (2, 5), "the host may have room later"
+
+
+def test_under_pressure_thinking_is_swapped_at_the_answer_only_when_memory_is_short():
+    made = planner(FoldMode.PRESSURE, AtAnswer.SWAP)
+    made.observe([11, 25, 40], 40)
+    start = 46 + ANSWER_LAG
+    assert made.to_offload(start) is None
+    assert made.to_offload(start - 1, short=True) is None
+    assert made.to_offload(start, short=True) == (2, 7)
+    made.offloaded()
+    assert made.folded == [(8, 16), (16, 28)] and made.to_offload(start, short=True) is None
+    assert pressed(made, start) is None, "the last segment of thinking stays"
 
 
 def test_positions_inside_folded_thinking_are_refused_with_the_nearest_good_ones():

@@ -61,7 +61,6 @@ def test_a_named_profile_brings_its_own_entries() -> None:
         ({"selector": ""}, "fold.selector"),
         ({"entries": 128}, "fold.entries"),
         ({"entries": 256, "profile": "default"}, "fold.entries"),
-        ({"at_answer": "recycle", "policy": "off"}, "fold.at_answer"),
         ({"at_answer": "swap"}, "fold.at_answer"),
         ({"at_answer": "swap", "policy": "off"}, "fold.at_answer"),
     ],
@@ -92,9 +91,22 @@ def test_swap_needs_host_memory_and_says_so() -> None:
         assert resolve(asked, swap_space_bytes=1 << 20).at_answer is AtAnswer.SWAP
 
 
-def test_a_request_may_switch_off_what_the_servers_recycling_needs() -> None:
-    policy = resolve(FoldParams(policy="off"), fold_policy="eager", fold_at_answer="recycle")
+@pytest.mark.parametrize("at_answer", list(AtAnswer))
+def test_without_folding_thinking_may_leave_at_the_answer(at_answer: AtAnswer) -> None:
+    host = {"swap_space_bytes": 1 << 20}
+    by_request = resolve(FoldParams(policy="off", at_answer=at_answer), **host)
+    by_server = resolve(fold_policy="off", fold_at_answer=at_answer, **host)
+    for policy in (by_request, by_server):
+        assert (policy.policy, policy.at_answer) == (FoldMode.OFF, at_answer)
+
+
+@pytest.mark.parametrize("server", list(FoldMode))
+@pytest.mark.parametrize("at_answer", ["recycle", "swap"])
+def test_a_request_that_says_off_and_no_more_keeps_every_bit(server: FoldMode, at_answer: str) -> None:
+    config = {"fold_policy": server, "fold_at_answer": at_answer, "swap_space_bytes": 1 << 20}
+    policy = resolve(FoldParams(policy="off"), **config)
     assert (policy.policy, policy.at_answer) == (FoldMode.OFF, AtAnswer.KEEP)
+    assert resolve(FoldParams(gate=0.5), **config).at_answer == at_answer
 
 
 def test_a_model_that_does_not_think_has_nothing_to_fold() -> None:

@@ -7,9 +7,10 @@ from math import inf
 import pytest
 from fakes import FreeRun, make_request
 
-from thinkfold.fold.planner import FoldPlanner, SpanState
+from thinkfold.fold.estimate import FoldShape
+from thinkfold.fold.planner import FoldPlanner
 from thinkfold.kv.pages import PageClass
-from thinkfold.scheduler.admission import Admission, FoldShape, Life
+from thinkfold.scheduler.admission import Admission, Life
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.forecast import LengthForecast
 from thinkfold.types import FoldMode, FoldPolicy, FoldProfile, Phase, ThinkingPolicy
@@ -213,7 +214,7 @@ def test_spans_seen_take_the_place_of_the_profiles_middle():
     done.folding.observe(list(range(160, 3200, 160)), None)
     for span in list(done.folding.spans[:-2]):
         done.folding.remove(span)
-    done.folding.spans[0].state = SpanState.REFUSED
+    done.folding.give_up(done.folding.spans[0])
     admission.learn(done, [])
     shape = admission._shape([branch(1, 10, policy=policy)])
     assert 160 <= shape.span < 200

@@ -219,6 +219,34 @@ def test_raw_thinking_leaves_when_the_answer_starts(depth, at_answer, policy):
     assert (runner.did["swap_out"] > 0) == (at_answer is AtAnswer.SWAP and policy is FoldMode.OFF)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("at_answer", [AtAnswer.RECYCLE, AtAnswer.SWAP])
+def test_under_pressure_thinking_stays_at_the_answer_while_memory_is_ample(depth, at_answer):
+    scheduler = make(host_pages=100)
+    branch = thinker(0, 100, answer=30, policy=FoldMode.PRESSURE, at_answer=at_answer)
+    outputs, runner = run(scheduler, [branch], depth=depth)
+    assert outputs[0] == alone(0, 100, answer=30, policy=FoldMode.OFF)
+    assert not (scheduler.folds.totals or runner.did["swap_out"])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("host_pages", [6, 100])
+def test_short_memory_swaps_the_thinking_of_answers_before_anybody_is_folded_or_forced_out(depth, host_pages):
+    """With too small a host their thinking is folded instead."""
+    scheduler = make(44, host_pages=host_pages)
+    branches = [
+        thinker(i, 100, answer=60, policy=FoldMode.PRESSURE, at_answer=AtAnswer.SWAP, prefer="queue") for i in range(2)
+    ]
+    _, runner = run(scheduler, branches, depth=depth)
+    if host_pages == 100:
+        assert scheduler.pressure["offload"] == scheduler.folds.totals["offloads"] == 2
+        assert runner.did["swap_out"] == sum(b.swapped_pages for b in branches) > 10
+        assert scheduler.folds.totals["folds"] == 0
+    else:
+        assert scheduler.folds.totals["folds"] > 0
+    assert scheduler.num_preemptions == 0
+
+
 def alone_with_host(branch, at_answer, policy):
     twin = thinker(branch.order, 100, answer=30, policy=policy, at_answer=at_answer)
     outputs, _ = run(make(host_pages=100), [twin])

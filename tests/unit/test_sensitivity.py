@@ -11,7 +11,8 @@ from torch import Tensor
 from thinkfold.cli import sensitivity
 from thinkfold.cli.sensitivity import NEVER, Blind, Reader, Sensitivity, forgotten, measure
 from thinkfold.errors import UnsupportedError
-from thinkfold.fold.planner import COMMIT_LAG, Span
+from thinkfold.fold.planner import COMMIT_LAG
+from thinkfold.fold.spans import Span
 
 LAYERS, HEADS, TOKENS = 2, 2, 40
 SPANS = [Span(8, 16, 20, (6, 10)), Span(16, 24, 28, (2, 8))]

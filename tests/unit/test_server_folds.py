@@ -56,6 +56,13 @@ async def test_the_wish_reaches_the_engine_and_the_policy_comes_back() -> None:
     assert set(reply["thinkfold"]) == {"policy", "segments"}
 
 
+async def test_thinking_may_be_recycled_at_the_answer_with_folding_off() -> None:
+    async with serving(folding()) as client:
+        reply = await chat(client, thinkfold={"fold": {"policy": "off", "at_answer": "recycle"}})
+    policy = reply.json()["thinkfold"]["policy"]["fold"]
+    assert (policy["policy"], policy["at_answer"]) == ("off", "recycle")
+
+
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 @pytest.mark.parametrize(
     ("thinkfold", "param"),
@@ -73,7 +80,6 @@ async def test_the_wish_reaches_the_engine_and_the_policy_comes_back() -> None:
         ({"fold": {"gate": 1.5}}, "thinkfold.fold.gate"),
         ({"fold": {"gate": True}}, "thinkfold.fold.gate"),
         ({"fold": {"at_answer": "swap"}}, "thinkfold.fold.at_answer"),
-        ({"fold": {"at_answer": "recycle", "policy": "off"}}, "thinkfold.fold.at_answer"),
         ({"fold": {"prefer": "speed"}}, "thinkfold.fold.prefer"),
         ({"fold": "eager"}, "thinkfold.fold"),
         ({"tier": "gold"}, "thinkfold.tier"),

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets, blend, write
-from thinkfold.fold.planner import FoldPlanner, Span
+from thinkfold.fold.planner import FoldPlanner
+from thinkfold.fold.spans import Span
 from thinkfold.pebble import SUITES, pebble_path
 from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
 
@@ -222,7 +223,7 @@ def _spans(policy: FoldPolicy, prompt_tokens: int, ends: Sequence[int]) -> list[
     """What the engine would fold of a text with segments that end there."""
     planner = FoldPlanner(policy, EngineConfig().page_size, prompt_tokens)
     planner.observe(ends, None)
-    return list(planner.spans)
+    return planner.spans
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from transformers import AttentionInterface
 
 from thinkfold.errors import UnsupportedError
-from thinkfold.fold.planner import COMMIT_LAG, Span
+from thinkfold.fold.planner import COMMIT_LAG
+from thinkfold.fold.spans import Span
 
 IMPLEMENTATION = "thinkfold_sight"
 BLOCK = 512  # queries that attend, and tokens that are judged, at a time

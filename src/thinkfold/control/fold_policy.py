@@ -17,7 +17,8 @@ def resolve_fold(
 ) -> FoldPolicy:
     """The effective policy, as echoed to the user: the request beats the server's configuration.
 
-    A request that names a profile gets that profile's entries, not the server's number. A model
+    A request that names a profile gets that profile's entries, not the server's number. One that
+    says `off` and nothing of `at_answer` keeps all thinking, whatever the server does then. A model
     that does not think has nothing to fold: its policy is off. `selectors` are the names of what
     is there. Raises ParameterError that names the request's field (`fold.entries`) or the
     server's (`fold_entries`), UnsupportedError for what this engine cannot honour.
@@ -32,7 +33,7 @@ def resolve_fold(
         selector=selector,
         entries=entries,
         gate=config.fold_gate if asked.gate is None else asked.gate,
-        at_answer=_at_answer(asked, config, mode) if thinks else AtAnswer.KEEP,
+        at_answer=_at_answer(asked, config) if thinks else AtAnswer.KEEP,
         prefer=asked.prefer or config.fold_prefer,
     )
 
@@ -60,13 +61,11 @@ def _profile(asked: FoldParams, config: EngineConfig) -> tuple[str, int]:
     return name, entries
 
 
-def _at_answer(asked: FoldParams, config: EngineConfig, mode: FoldMode) -> AtAnswer:
+def _at_answer(asked: FoldParams, config: EngineConfig) -> AtAnswer:
     field = "fold_at_answer" if asked.at_answer is None else "fold.at_answer"
     choice = AtAnswer(asked.at_answer or config.fold_at_answer)
-    if choice is AtAnswer.RECYCLE and mode is FoldMode.OFF:
-        if asked.at_answer is None:
-            return AtAnswer.KEEP  # the request switched off what the server's default needs
-        raise ParameterError(field, "recycle folds, and the policy is off")
+    if asked.policy == FoldMode.OFF and asked.at_answer is None:
+        return AtAnswer.KEEP  # it wants every bit, and its answer reads all of its thinking
     if choice is AtAnswer.SWAP and not config.swap_space_bytes:
         raise UnsupportedError(field, "swap needs host memory: this engine has none (swap_space_bytes is 0)")
     return choice

@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import CapacityError
-from thinkfold.fold.planner import folded_entries
+from thinkfold.fold.estimate import FoldShape
 from thinkfold.types import FoldMode, FoldPolicy
 
 
@@ -25,9 +25,9 @@ def most_output_tokens(prompt_tokens: int, fold: FoldPolicy, model: ModelInfo) -
     if fold.policy is FoldMode.OFF:
         return min(room, model.kv_capacity - prompt_tokens)
 
-    numbers = fold.numbers
+    numbers, shape = fold.numbers, FoldShape.most(fold.numbers)
 
     def peak(output_tokens: int) -> float:
-        return folded_entries(numbers, output_tokens, prompt_tokens + output_tokens)
+        return prompt_tokens + shape.entries(numbers, output_tokens)
 
     return max(1, bisect_right(range(room + 1), model.kv_capacity, key=peak) - 1)

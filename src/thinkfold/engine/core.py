@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from thinkfold.control.branch import BranchControl
 from thinkfold.engine.costs import CostMeter
 from thinkfold.engine.messages import EngineStats
+from thinkfold.errors import RequestFailedError
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.output import StepPlan, StepResult
@@ -156,9 +157,16 @@ class EngineCore:
     def _collect(self, plan: StepPlan, pending: Any) -> None:
         result = self._runner.collect(pending)
         self._tick()  # the time of this step belongs to what requests were doing in it
+        folds = self._scheduler.folds
         for fold_id, error in result.fold_errors:
-            self._scheduler.folds.judge(fold_id, error)
+            folds.judge(fold_id, error)
+        faults = [(folds.owner(fold_id), message) for fold_id, message in result.fold_faults]
         draws = self._scheduler.collect(plan.step)
+        for branch, message in faults:
+            if branch is not None and branch.status is not BranchStatus.FINISHED:
+                self._fail(
+                    self._requests[branch.request.request_id], branch, RequestFailedError(f"a fold failed: {message}")
+                )
         self._stats.steps += 1
         for index, (branch, wanted) in enumerate(draws):
             if wanted and branch.status is not BranchStatus.FINISHED:  # a sibling may have failed a line above

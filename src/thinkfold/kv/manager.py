@@ -234,8 +234,10 @@ class KVManager:
 
     def offload(self, table: PageTable, first_page: int, num_pages: int) -> bool:
         """Move full raw pages to the host for good; False, and nothing changes, if they cannot go now."""
+        if not self._host.fits(num_pages, 0):
+            return False
         pages = self._span(table, first_page, num_pages)
-        if self._work.writes(pages, []) or not self._host.fits(len(pages), 0):
+        if self._work.writes(pages, []):
             return False
         table.offload_pages = table.offload_pages + self._pages_out(pages)
         self.drop_pages(table, first_page, num_pages)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,12 +13,23 @@ from torch import Tensor
 from thinkfold.config import EngineConfig
 from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
 from thinkfold.runner.attention_facts import attention_facts
+from thinkfold.runner.faults import is_device_fault
 from thinkfold.runner.folder import Folder
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.query_store import QueryStore
 from thinkfold.runner.storage import KVStorage
 from thinkfold.runner.summary_tables import SummaryTables
 from thinkfold.scheduler.output import MemoryWork
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class FoldNews:
+    """What a step's folds came to: (fold id, estimated error, 0-d), and (fold id, what was raised)."""
+
+    errors: list[tuple[int, Tensor]] = field(default_factory=list)
+    faults: list[tuple[int, str]] = field(default_factory=list)
 
 
 class DeviceMemory:
@@ -44,17 +57,21 @@ class DeviceMemory:
         """Bytes that the first fold will allocate on the device beside the pool."""
         return self.queries.nbytes + self.tables.nbytes
 
-    def execute(self, work: MemoryWork, now: Mapping[int, int]) -> list[tuple[int, Tensor]]:
+    def execute(self, work: MemoryWork, now: Mapping[int, int]) -> FoldNews:
         """Do a step's memory work; `now` gives the logical position that a slot's row computes next.
 
-        Returns (fold id, estimated error, 0-d) of the prepared folds.
+        A fold that raises is told in the news and harms nobody else; a fault of the device is raised.
         """
+        news = FoldNews()
         if work.queries_out or work.swap_out or work.blocks_out:
             self._leave(work)
         for fold_id in work.dropped:
             self._folder.drop(fold_id)
         for commit in work.commits:
-            self._folder.commit(commit)
+            try:
+                self._folder.commit(commit)
+            except Exception as error:
+                _note(news, commit.fold_id, error)
         if work.copies:
             self.storage.copy_pages(work.copies)
         if work.swap_in:
@@ -70,7 +87,12 @@ class DeviceMemory:
             self.queries.restore(key, slot)
         for key in work.queries_dropped:
             self.queries.discard(key)
-        return [(p.fold_id, self._folder.prepare(p, now.get(p.slot))) for p in work.prepares]
+        for prepare in work.prepares:
+            try:
+                news.errors.append((prepare.fold_id, self._folder.prepare(prepare, now.get(prepare.slot))))
+            except Exception as error:
+                _note(news, prepare.fold_id, error)
+        return news
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless summary tables and kept queries are sound. Waits for a GPU."""
@@ -84,6 +106,14 @@ class DeviceMemory:
             self.storage.pages_out(work.swap_out)
         if work.blocks_out:
             self.storage.blocks_out(work.blocks_out)
+
+
+def _note(news: FoldNews, fold_id: int, error: Exception) -> None:
+    """One branch's fold has failed; with the device itself, everybody has."""
+    if is_device_fault(error):
+        raise error
+    logger.exception("a fold has failed")
+    news.faults.append((fold_id, f"{type(error).__name__}: {error}"))
 
 
 def kv_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:

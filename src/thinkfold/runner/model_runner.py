@@ -33,6 +33,7 @@ class PendingStep:
     step: int
     samples: list[SampleRow]
     folds: list[int]
+    fold_faults: list[tuple[int, str]]
     values: Tensor
     ready: torch.cuda.Event | None
 
@@ -126,12 +127,12 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step: memory work, forward, sampling. Does not wait for a GPU."""
-        folds = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
+        news = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
         samples = forward_batch.samples_of(plan)
         with self._threads.step(plan.num_tokens):
             drawn = self._step(plan, samples) if plan.rows else None
-        values, ready = self._send_home(drawn, [error for _, error in folds])
-        return PendingStep(plan.step, samples, [fold_id for fold_id, _ in folds], values, ready)
+        values, ready = self._send_home(drawn, [error for _, error in news.errors])
+        return PendingStep(plan.step, samples, [fold_id for fold_id, _ in news.errors], news.faults, values, ready)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step and return its tokens in the order of its samples."""
@@ -144,7 +145,8 @@ class ModelRunner:
         ids = [int(x) for x in flat[:count].tolist()]
         stats = [TokenStats(*row) for row in flat[count : count * (1 + NUM_STATS)].view(count, NUM_STATS).tolist()]
         logprobs = _logprobs(samples, ids, stats, flat[count * (1 + NUM_STATS) :])
-        return StepResult(pending.step, ids, stats, logprobs, list(zip(pending.folds, errors, strict=True)))
+        folds = list(zip(pending.folds, errors, strict=True))
+        return StepResult(pending.step, ids, stats, logprobs, folds, pending.fold_faults)
 
     def _step(self, plan: StepPlan, samples: list[SampleRow]) -> Drawn:
         """Forward and sampling of a plan with rows; what is drawn and which queries are kept stays on the device."""

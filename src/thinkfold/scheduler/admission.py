@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf, log
 
-from thinkfold.fold.planner import FoldPlanner, SpanState
+from thinkfold.fold.estimate import FoldShape, middle
 from thinkfold.kv.pages import PageClass
 from thinkfold.scheduler.branch import Branch
 from thinkfold.scheduler.forecast import LengthForecast
@@ -26,15 +26,6 @@ PATIENCE = 32  # plans before a refused branch is looked at again, unless the ba
 PRIOR_SPANS = 4  # the profile counts as so many folded spans
 SWING = 0.33  # variance of what is open, in squared spans: 1/12 at any time, more for the worst moment of many
 OPENING = 4  # output tokens within which thinking may still begin
-OPEN_SHARE = 0.6  # of a span's mean length is open at any time; long spans are open for longer
-
-
-@dataclass(frozen=True, slots=True)
-class FoldShape:
-    """What a fold leaves: mean tokens of a span, and the share of tokens whose fold is refused."""
-
-    span: float
-    refused: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +52,7 @@ class Life:
         if numbers is None:
             return raw, 0.0
         thought = self.thought if self.answering else self.thought + steps
-        tail = max(numbers.fold_delay, numbers.keep_raw_tokens) + OPEN_SHARE * shape.span
-        left = shape.refused + (1.0 - shape.refused) * min(1.0, numbers.entries / shape.span)
-        folded = self.fixed + (steps if self.answering else 0) + min(thought, tail) + max(0.0, thought - tail) * left
+        folded = self.fixed + (steps if self.answering else 0) + shape.entries(numbers, thought)
         return (raw, 0.0) if raw <= folded else (folded, SWING * shape.span**2)
 
 
@@ -172,7 +161,7 @@ class Admission:
         entries = branch.table.kv_len + summary.mean_entries
         if branch.slot < 0 and not branch.table.swapped:
             entries = float(len(branch.token_ids))
-        fixed = branch.num_prompt_tokens + answered + _refused_spans(planner)
+        fixed = branch.num_prompt_tokens + answered + (planner.refused[1] if planner is not None else 0)
         budget = inf if request.thinking.budget is None else float(request.thinking.budget)
         known = [self._answers.quantile(share) for share in QUARTERS] if self._answers.known else []
         longest = max((n for n in known if n is not None), default=request.thinking.answer_reserve)
@@ -191,8 +180,7 @@ class Admission:
     def _shape(self, running: Sequence[Branch]) -> FoldShape:
         """How folds have gone so far; the profiles of those that run stand in for what is not known."""
         spans, tokens, refused = _count_spans(running)
-        profiles = [b.folding.numbers for b in running if b.folding is not None]
-        middles = [(p.min_segment_tokens + p.max_segment_tokens) / 2 for p in profiles]
+        middles = [middle(b.folding.numbers) for b in running if b.folding is not None]
         prior = sum(middles) / len(middles) if middles else 1.0
         spans, tokens, refused = spans + self._spans, tokens + self._span_tokens, refused + self._refused_tokens
         return FoldShape((tokens + PRIOR_SPANS * prior) / (spans + PRIOR_SPANS), refused / tokens if tokens else 0.0)
@@ -219,15 +207,11 @@ def _count_spans(branches: Sequence[Branch]) -> tuple[int, int, int]:
     for branch in branches:
         planner = branch.folding
         if planner is not None:
-            raw = _refused_spans(planner)
-            spans += len(planner.folded) + sum(s.state is SpanState.REFUSED for s in planner.spans)
+            kept, raw = planner.refused
+            spans += len(planner.folded) + kept
             tokens += planner.folded_tokens + raw
             refused += raw
     return spans, tokens, refused
-
-
-def _refused_spans(planner: FoldPlanner | None) -> int:
-    return 0 if planner is None else sum(s.tokens for s in planner.spans if s.state is SpanState.REFUSED)
 
 
 def _answers(branch: Branch) -> bool:

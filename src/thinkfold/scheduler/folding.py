@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
-from thinkfold.fold.planner import FoldPlanner, Span
+from thinkfold.fold.planner import FoldPlanner
+from thinkfold.fold.spans import Span
 from thinkfold.kv.manager import KVManager
 from thinkfold.scheduler.branch import Branch
 from thinkfold.scheduler.output import FoldCommit, FoldPrepare, MemoryWork
@@ -27,6 +29,7 @@ class FoldDesk:
         self._counts = counts
         self._ids = itertools.count()
         self._prepared: dict[int, tuple[Branch, FoldPlanner, Span]] = {}
+        self._committed: dict[int, Branch] = {}  # whose commits are in a step that has not finished
         self.work = MemoryWork()  # of the step being planned
         self.changed: set[int] = set()  # branches whose memory that work touches, by id
         self.done: list[tuple[Branch, Fold]] = []  # folds and refusals that nobody has taken yet
@@ -40,11 +43,19 @@ class FoldDesk:
     def advance(self, branch: Branch, *, stuck: bool) -> bool:
         """Do what is due before the branch's next row; False if that row must wait for it.
 
-        `stuck`: no step in flight can bring memory or an estimate any more.
+        `stuck`: no step in flight can bring memory or an estimate any more. What is raised becomes the branch's
+        error: one request's folds must not stop the others.
         """
         planner = branch.folding
         if planner is None:
             return True
+        try:
+            return self._advance(branch, planner, stuck=stuck)
+        except Exception as error:
+            branch.error = error
+            return True
+
+    def _advance(self, branch: Branch, planner: FoldPlanner, *, stuck: bool) -> bool:
         planner.observe(branch.steering.segment_ends, branch.steering.answer_start)
         position = branch.num_computed_tokens
         while (span := planner.to_commit(position)) is not None:
@@ -58,8 +69,8 @@ class FoldDesk:
             else:
                 planner.give_up(span)  # its summary would take as many pages
         offload = planner.to_offload(position)
-        if offload is not None:
-            self._offload(branch, planner, *offload)
+        if offload is not None and not self._offload(branch, planner, *offload):
+            planner.not_offloaded()
         return True
 
     def press(self, branches: Iterable[Branch], planned: Mapping[int, int], *, force: bool = False) -> bool:
@@ -71,18 +82,17 @@ class FoldDesk:
         not there yet. `force` takes what the gate has refused, too, and does not ask it again.
         """
         best: tuple[tuple[bool, bool, int], Branch, FoldPlanner, Span] | None = None
-        for branch in branches:
-            planner = branch.folding
-            if planner is None or branch.slot < 0:
-                continue
+        for branch, planner in _foldable(branches):
             position = planned.get(id(branch), branch.num_computed_tokens)
-            for span in planner.under_pressure(position, force=force):
-                gain = self._gain(planner, span)
-                if gain <= 0:
-                    continue
-                rank = (planner.answering, span.due <= position, gain)
+            try:
+                found = planner.under_pressure(position, partial(self._gain, planner), force=force)
+            except Exception as error:  # as in `advance`
+                branch.error = error
+                continue
+            if found is not None:
+                rank = (planner.answering, found[0], found[1])
                 if best is None or rank > best[0]:
-                    best = (rank, branch, planner, span)
+                    best = (rank, branch, planner, found[2])
         if best is None:
             return False
         _, branch, planner, span = best
@@ -90,10 +100,30 @@ class FoldDesk:
         span.forced = force
         return True
 
+    def offload(self, branches: Iterable[Branch], planned: Mapping[int, int]) -> bool:
+        """Move the thinking of one branch that answers to the host, as its policy wants it when memory is short."""
+        for branch, planner in _foldable(branches):
+            position = planned.get(id(branch), branch.num_computed_tokens)
+            pages = planner.to_offload(position, short=True)
+            if pages is not None and self._offload(branch, planner, *pages):
+                return True
+        return False
+
     def judge(self, fold_id: int, error: float) -> None:
         """The estimate of a prepared fold has come home; ids of forgotten ones are ignored."""
         if fold_id in self._prepared:
             self._prepared[fold_id][2].error = error
+
+    def owner(self, fold_id: int) -> Branch | None:
+        """Whose fold it is; None if that branch has ended or given up its memory."""
+        if fold_id in self._prepared:
+            return self._prepared[fold_id][0]
+        return self._committed.get(fold_id)
+
+    def written(self, commits: Iterable[FoldCommit]) -> None:
+        """The step that holds these commits has finished."""
+        for commit in commits:
+            self._committed.pop(commit.fold_id, None)
 
     def forget(self, branch: Branch) -> None:
         """The branch's memory is given up: choices that wait on the device for it are dropped."""
@@ -101,6 +131,7 @@ class FoldDesk:
         for fold_id in mine:
             del self._prepared[fold_id]
         self.work.dropped += mine
+        self._committed = {i: owner for i, owner in self._committed.items() if owner is not branch}
 
     def take(self) -> MemoryWork:
         """The memory work of the step being planned, with the manager's copies."""
@@ -142,6 +173,7 @@ class FoldDesk:
             self.totals["refused"] += 1
         else:
             self.work.commits.append(FoldCommit(fold_id, branch.slot, pages, growth))
+            self._committed[fold_id] = branch
             planner.remove(span)
             self.changed.add(id(branch))
             mean = sum(growth.counts) / len(growth.counts)
@@ -153,17 +185,14 @@ class FoldDesk:
             self.done.append((branch, fold))
         return True
 
-    def _offload(self, branch: Branch, planner: FoldPlanner, first: int, end: int) -> None:
-        spans = [s for s in planner.spans if first <= planner.first_page(s) < end]
-        if self._kv.offload(branch.table, first, end - first):
-            self.changed.add(id(branch))
-            self.totals["offloads"] += 1
-            branch.swapped_pages += end - first
-            for span in spans:
-                planner.remove(span)
-        else:
-            for span in spans:
-                planner.give_up(span)
+    def _offload(self, branch: Branch, planner: FoldPlanner, first: int, end: int) -> bool:
+        if not self._kv.offload(branch.table, first, end - first):
+            return False
+        self.changed.add(id(branch))
+        self.totals["offloads"] += 1
+        branch.swapped_pages += end - first
+        planner.offloaded()
+        return True
 
     def _pages(self, branch: Branch, planner: FoldPlanner, span: Span) -> list[int]:
         first = planner.first_page(span)
@@ -175,6 +204,13 @@ class FoldDesk:
     def _gain(self, planner: FoldPlanner, span: Span) -> int:
         counts = self._counts(_entries(planner), span.tokens)
         return span.tokens // self._kv.page_size - self._kv.pages_for_fold(counts)
+
+
+def _foldable(branches: Iterable[Branch]) -> Iterator[tuple[Branch, FoldPlanner]]:
+    """Running branches that have folds and have not failed."""
+    for branch in branches:
+        if branch.folding is not None and branch.slot >= 0 and branch.error is None:
+            yield branch, branch.folding
 
 
 def _entries(planner: FoldPlanner) -> int:

@@ -138,7 +138,8 @@ class StepResult:
     """Drawn tokens in the order of `row.samples` over all rows of the plan.
 
     A token id of -1 marks a row whose logits were not finite: that branch fails, not the batch.
-    `fold_errors` `(fold_id, estimated error)` belong to the step's prepared folds.
+    `fold_errors` `(fold_id, estimated error)` belong to the step's prepared folds, `fold_faults` `(fold_id, what was
+    raised)` to folds that could be neither prepared nor written: those branches cannot go on.
     """
 
     step: int
@@ -146,3 +147,4 @@ class StepResult:
     stats: list[TokenStats]
     logprobs: list[TokenLogprobs | None]
     fold_errors: list[tuple[int, float]] = field(default_factory=list)
+    fold_faults: list[tuple[int, str]] = field(default_factory=list)

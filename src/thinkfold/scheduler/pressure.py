@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from thinkfold.errors import CapacityError
 from thinkfold.kv.manager import KVManager
@@ -38,15 +38,14 @@ class PressureLadder:
     def make_room(self, branch: Branch, count: int, planned: Mapping[int, int], *, stuck: bool) -> bool:
         """Climb the pressure ladder by one rung for `branch`; True if it may ask for its pages again.
 
-        Idle cached pages are gone already. Rungs: fold, swap, preempt; with nobody left to give way,
+        Idle cached pages are gone already. Rungs: fold or offload, swap, preempt; with nobody left to give way,
         fold what the gate has refused; then the branch itself ends.
         """
         if self._kv.num_available + self._kv.num_returning >= self._kv.pages_needed(branch.table, count):
             return False  # pages of a step in flight are on their way
         if self._folds.pressing:
             return False
-        if self._folds.press(self._running, planned):
-            self.taken["fold"] += 1
+        if self.fold(self._running, planned):
             return False
         victim = self._running[-1]
         if victim is branch and len(self._running) == 1:
@@ -73,7 +72,17 @@ class PressureLadder:
     def watch(self, planned: Mapping[int, int]) -> None:
         """Fold ahead of need, so that nobody waits for pages: every running branch may want one soon."""
         if self._kv.num_available + self._kv.num_returning < 2 * len(self._running) and not self._folds.pressing:
-            self.taken["fold"] += self._folds.press(self._running, planned)
+            self.fold(self._running, planned)
+
+    def fold(self, branches: Iterable[Branch], planned: Mapping[int, int]) -> bool:
+        """Win memory and force nobody out: the thinking of an answer leaves for the host, or a segment is folded."""
+        if self._folds.offload(branches, planned):
+            self.taken["offload"] += 1
+            return True
+        if self._folds.press(branches, planned):
+            self.taken["fold"] += 1
+            return True
+        return False
 
     def _preempt(self, branch: Branch) -> None:
         """Take a branch off the device; its tokens are kept and recomputed later."""

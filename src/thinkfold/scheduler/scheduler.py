@@ -19,7 +19,7 @@ from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.draws import all_launched, page_class, sample_row
 from thinkfold.scheduler.folding import FoldCounts, FoldDesk
-from thinkfold.scheduler.output import BatchRow, StepPlan
+from thinkfold.scheduler.output import BatchRow, FoldCommit, StepPlan
 from thinkfold.scheduler.pressure import PressureLadder
 from thinkfold.types import FinishReason
 
@@ -31,6 +31,7 @@ class _Launched:
     step: int
     rows: list[tuple[Branch, int]] = field(default_factory=list)  # (branch, tokens written up to)
     draws: list[tuple[Branch, int]] = field(default_factory=list)  # (branch, epoch)
+    commits: list[FoldCommit] = field(default_factory=list)
 
 
 class Scheduler:
@@ -95,6 +96,7 @@ class Scheduler:
         if not (rows or self._has_work):
             return None
         plan = StepPlan(self._step, rows, self.folds.take())
+        self._planned.commits = plan.memory.commits
         self.kv.launch_step(self._step)
         self._launched.append(self._planned)
         self._step += 1
@@ -139,6 +141,7 @@ class Scheduler:
         launched = self._launched.popleft()
         assert launched.step == step, f"step {step} collected, {launched.step} expected"
         self.kv.finish_step(step)
+        self.folds.written(launched.commits)
         for branch, written in launched.rows:
             if branch.status is BranchStatus.RUNNING and branch.num_computed_tokens >= written:
                 request = branch.request
@@ -206,8 +209,8 @@ class Scheduler:
             return None
         row = self._readmit(branch, budget) if branch.table.swapped else self._start(branch, budget)
         if branch.status is BranchStatus.WAITING and not self.folds.pressing:
-            givers = (b for b in self.running if b.folding is not None and b.folding.policy.prefer == "fold")
-            self._ladder.taken["fold"] += self.folds.press(givers, self._in_plan)
+            givers = [b for b in self.running if b.folding is not None and b.folding.policy.prefer == "fold"]
+            self._ladder.fold(givers, self._in_plan)
         return row
 
     def _start(self, branch: Branch, budget: int) -> BatchRow | None:
