@@ -1,4 +1,4 @@
-"""Real servers on real sockets around the real engine, with random weights of Pebble's shape."""
+"""Real servers on real sockets around the real engine: random weights of Pebble's shape, and Pebble itself."""
 
 from __future__ import annotations
 
@@ -71,3 +71,9 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 def narrow() -> Iterator[Served]:
     """One request at a time, one may wait."""
     yield from run_server(EngineConfig(**DUMMY, max_num_seqs=1, max_waiting=1))
+
+
+@pytest.fixture(scope="session")
+def pebble() -> Iterator[Served]:
+    """The trained model."""
+    yield from run_server(EngineConfig(kv_cache_bytes=64 * 1024 * 1024))

@@ -64,6 +64,7 @@ class Call:
 class ScriptedEngine:
     """Emits `scripts[branch % len]` token by token; `</think>` closes, `<think>` opens thinking.
 
+    `STOP:x` ends a branch as the stop string `x` does; after `ends_after` tokens the model's length is reached.
     `refuse` is raised at the first `__anext__`; `fail_after` tokens the request fails. `told` has
     segments and folds that come with the news of a branch's n-th token.
     """
@@ -74,6 +75,7 @@ class ScriptedEngine:
     max_model_len: int = 4096
     refuse: Exception | None = None
     fail_after: int | None = None
+    ends_after: int | None = None
     gate: asyncio.Event | None = None
     order: Sequence[int] | None = None
     told: Mapping[int, Sequence[Segment | Fold]] = field(default_factory=dict)
@@ -173,6 +175,7 @@ class _Branch:
         self.out = CompletionOutput(index, phase=Phase.THINKING if opened else Phase.ANSWER)
         self.tokenizer = engine.tokenizer
         self.told = engine.told
+        self.limits = {sampling.max_tokens, engine.ends_after}
 
     def step(self) -> CompletionOutput:
         token = "a" if self.loop else next(self.script)
@@ -186,14 +189,15 @@ class _Branch:
         if token in ("<think>", "</think>"):
             out.phase = Phase.THINKING if token == "<think>" else Phase.ANSWER
             out.thinking_end_reason = ThinkingEndReason.NATURAL if token == "</think>" else None
-        elif token == EOS:
+        elif token == EOS or token.startswith("STOP:"):
             out.finish_reason = FinishReason.STOP
+            news.stop_reason = token.removeprefix("STOP:") if token != EOS else None
         elif out.phase is Phase.THINKING:
             news.reasoning = token
             out.num_thinking_tokens += 1
         else:
             news.text = token
-        if out.finish_reason is None and out.num_output_tokens == self.sampling.max_tokens:
+        if out.finish_reason is None and out.num_output_tokens in self.limits:
             out.finish_reason = FinishReason.LENGTH
         if out.finish_reason is not None and out.phase is Phase.THINKING:
             out.thinking_end_reason = ThinkingEndReason.UNCLOSED

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from thinkfold.server.contract import EngineSlot
+    from thinkfold.server.state import ServerOptions
 
 ENGINE_DIED = 1
 FOLD_LOG = "thinkfold.server.folds"  # one line a fold
@@ -28,6 +29,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", nargs="?", default="pebble", help="a folder, a hub id, or pebble (default)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
+    parser.add_argument(
+        "--secret-file",
+        help="a file of at least 32 secret bytes that signs and seals thinking; servers that share it accept each "
+        "other's (default: a secret that ends with the process)",
+    )
     add_engine_flags(parser)
     parser.set_defaults(run=run)
 
@@ -35,12 +41,21 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0), until loading fails (raises) or the engine dies (1)."""
     config = engine_config(args)
+    options = _options(args.secret_file)
     logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
     sock = _listen(args.host, args.port)
     try:
-        return asyncio.run(_serve(config, sock))
+        return asyncio.run(_serve(config, options, sock))
     finally:
         sock.close()
+
+
+def _options(secret_file: str | None) -> ServerOptions:
+    """Raises ParameterError for a secret that cannot be read or is too short."""
+    from thinkfold.server.keyring import Keyring
+    from thinkfold.server.state import ServerOptions
+
+    return ServerOptions(keyring=Keyring.from_file(secret_file) if secret_file else Keyring())
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -50,16 +65,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
-async def _serve(config: Any, sock: socket.socket) -> int:
+async def _serve(config: Any, options: ServerOptions, sock: socket.socket) -> int:
     import uvicorn
 
     from thinkfold.engine.async_engine import AsyncEngine
     from thinkfold.server.app import build_app
 
-    app = build_app(start=lambda: AsyncEngine.start(config))
+    app = build_app(start=lambda: AsyncEngine.start(config), options=options)
     slot: EngineSlot = app.state.thinkfold.slot
-    options = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S + _LAST_WORDS_S)
-    server = uvicorn.Server(options)
+    uvicorn_config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S + _LAST_WORDS_S)
+    server = uvicorn.Server(uvicorn_config)
     watcher = asyncio.create_task(_watch(slot, server, _url(sock)))
     ender = asyncio.create_task(_end_requests(slot, server))
     try:

@@ -9,6 +9,8 @@ from fastapi import FastAPI
 
 from thinkfold.server import chat, completions, errors, health, metrics, models
 from thinkfold.server.contract import Engine, EngineSlot
+from thinkfold.server.messages import routes as messages
+from thinkfold.server.messages.errors import error_body as messages_error
 from thinkfold.server.metrics import ServerMetrics
 from thinkfold.server.state import ServerOptions, ServerState
 
@@ -40,7 +42,7 @@ def build_app(
 
     app = FastAPI(title="thinkfold", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options or ServerOptions())
-    for module in (chat, completions, models, health, metrics):
+    for module in (chat, completions, messages, models, health, metrics):
         app.include_router(module.router)
-    errors.install(app, {})
+    errors.install(app, {"/v1/messages": messages_error})
     return app

@@ -97,7 +97,7 @@ class RequestFields(ThinkingFields, SharedFields):
         names = ("n", "repetition_penalty", "presence_penalty", "frequency_penalty")
         names += ("min_tokens", "ignore_eos", "stop_in_thinking")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        check_unicode("stop", stop)
+        _check_unicode("stop", stop)
         return SamplingParams(
             **self.draws(defaults, *names),
             max_tokens=self.output_limit(),
@@ -123,7 +123,7 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in given.items()}
 
 
-def check_unicode(field: str, texts: Iterable[str]) -> None:
+def _check_unicode(field: str, texts: Iterable[str]) -> None:
     """Raise ParameterError for a lone surrogate, which JSON can carry and UTF-8 cannot."""
     try:
         "".join(texts).encode()

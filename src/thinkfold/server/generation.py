@@ -18,7 +18,7 @@ from thinkfold.server.feed import Feed
 from thinkfold.server.folds import fold_data, log_fold
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
-from thinkfold.server.state import state_of
+from thinkfold.server.state import state_of, tenant_of
 from thinkfold.server.streaming import EventStream
 from thinkfold.types import CompletionOutput, FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
@@ -72,7 +72,9 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
     """Run the job. Errors before the first output are raised, later ones end the stream."""
     state = state_of(request)
     timer = state.metrics.timer()
-    feed = Feed(request, [_generate(engine, job, i) for i in range(len(job.prompts))])
+    tenant = tenant_of(request)
+    namespace = (f"tenant={tenant}", *job.namespace) if tenant else job.namespace
+    feed = Feed(request, [_generate(engine, job, i, namespace) for i in range(len(job.prompts))])
     handed_over = False
     try:
         if not job.stream:
@@ -87,10 +89,12 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
             await feed.close()
 
 
-async def _generate(engine: Engine, job: Job, index: int) -> AsyncGenerator[RequestOutput, None]:
+async def _generate(
+    engine: Engine, job: Job, index: int, namespace: tuple[str, ...]
+) -> AsyncGenerator[RequestOutput, None]:
     request_id = job.response_id if len(job.prompts) == 1 else f"{job.response_id}-{index}"
     outputs = engine.generate(
-        job.prompts[index], job.sampling, job.thinking, job.fold, request_id=request_id, namespace=job.namespace
+        job.prompts[index], job.sampling, job.thinking, job.fold, request_id=request_id, namespace=namespace
     )
     async with aclosing(outputs):
         try:

@@ -14,6 +14,7 @@ from thinkfold.types import (
     FinishReason,
     Fold,
     FoldPolicy,
+    Phase,
     RequestOutput,
     Segment,
     ThinkingEndReason,
@@ -23,12 +24,23 @@ from thinkfold.types import (
 
 
 @dataclass(slots=True)
+class Run:
+    """Text of one phase without a break; it stays in pieces until it is asked for."""
+
+    phase: Phase
+    parts: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+@dataclass(slots=True)
 class Choice:
-    """One choice so far. Texts stay in pieces until they are asked for."""
+    """One choice so far. A model that thinks again after its answer began has more than two runs."""
 
     index: int
-    reasoning_parts: list[str] = field(default_factory=list)
-    text_parts: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     folds: list[Fold] = field(default_factory=list)
@@ -40,11 +52,22 @@ class Choice:
 
     @property
     def reasoning(self) -> str:
-        return "".join(self.reasoning_parts)
+        return self._joined(Phase.THINKING)
 
     @property
     def text(self) -> str:
-        return "".join(self.text_parts)
+        return self._joined(Phase.ANSWER)
+
+    def write(self, news: CompletionOutput) -> None:
+        """Keep the texts of `news`."""
+        for phase, text in ((Phase.THINKING, news.reasoning), (Phase.ANSWER, news.text)):
+            if text and self.runs and self.runs[-1].phase is phase:
+                self.runs[-1].parts.append(text)
+            elif text:
+                self.runs.append(Run(phase, [text]))
+
+    def _joined(self, phase: Phase) -> str:
+        return "".join(run.text for run in self.runs if run.phase is phase)
 
     def ending(self) -> dict[str, Any]:
         """How the choice ended, as every API shows it."""
@@ -84,8 +107,7 @@ class Reply:
 
     def _take(self, choice: Choice, news: CompletionOutput) -> None:
         if self._keep_text:
-            choice.reasoning_parts.append(news.reasoning)
-            choice.text_parts.append(news.text)
+            choice.write(news)
             choice.logprobs += news.logprobs
         choice.segments += news.segments
         choice.folds += news.folds

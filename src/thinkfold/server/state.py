@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
 from thinkfold.server.contract import EngineSlot
+from thinkfold.server.keyring import Keyring
 from thinkfold.server.metrics import ServerMetrics
 
 
@@ -17,6 +18,7 @@ class ServerOptions:
     max_body_bytes: int = 64 * 1024 * 1024
     keepalive_s: float = 15.0
     max_prompts: int = 128
+    keyring: Keyring = field(default_factory=Keyring)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +31,8 @@ class ServerState:
 def state_of(request: Request) -> ServerState:
     """The state that `build_app` put into the app."""
     return request.app.state.thinkfold
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request it is, as whoever checked its key wrote into `request.state`; "" where nobody asks."""
+    return getattr(request.state, "tenant", "")

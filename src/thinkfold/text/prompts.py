@@ -66,6 +66,11 @@ class PromptRenderer:
         return str(getattr(self._template, "name_or_path", ""))
 
     @property
+    def markers(self) -> Markers:
+        """What opens and closes thinking in assistant messages."""
+        return self._markers
+
+    @property
     def has_thinking_switch(self) -> bool:
         """Whether the template reads `enable_thinking` or `thinking`."""
         return self._reads("enable_thinking") or self._reads("thinking")

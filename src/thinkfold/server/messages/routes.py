@@ -1,0 +1,66 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from thinkfold.server.body import read_body
+from thinkfold.server.contract import Engine
+from thinkfold.server.conversation import naming
+from thinkfold.server.fields import check_model
+from thinkfold.server.generation import Job, respond
+from thinkfold.server.messages.blocks import ThinkingSeal, conversation_of
+from thinkfold.server.messages.fields import NAMES, MessagesRequest, PromptFields
+from thinkfold.server.messages.writer import MessageWriter
+from thinkfold.server.state import ServerState, state_of, tenant_of
+
+router = APIRouter()
+
+
+@router.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    state = state_of(request)
+    engine = state.slot.require()
+    body = await read_body(request, MessagesRequest, state.options.max_body_bytes)
+    job, writer = await asyncio.to_thread(_prepare, state, engine, body, tenant_of(request))
+    return await respond(request, engine, job, writer)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    engine = state.slot.require()
+    body = await read_body(request, PromptFields, state.options.max_body_bytes)
+    seal = ThinkingSeal(state.options.keyring, tenant_of(request))
+    return {"input_tokens": len(await asyncio.to_thread(_encode, engine, body, seal))}
+
+
+def _encode(engine: Engine, body: PromptFields, seal: ThinkingSeal, max_tokens: int | None = None) -> list[int]:
+    check_model(engine, body.model)
+    thinking = body.thinking_params(max_tokens)
+    return conversation_of(body, seal).encode(engine, thinking)
+
+
+def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: str) -> tuple[Job, MessageWriter]:
+    """Everything that takes time before the engine: checks, template, tokens."""
+    seal = ThinkingSeal(state.options.keyring, tenant)
+    with naming(NAMES):
+        sampling = body.sampling_params(state.slot.sampling_defaults)
+        prompt = _encode(engine, body, seal, body.max_tokens)
+    job = Job(
+        response_id=f"msg_{uuid.uuid4().hex}",
+        model=check_model(engine, body.model),
+        prompts=[prompt],
+        sampling=sampling,
+        thinking=body.thinking_params(body.max_tokens),
+        namespace=body.namespace,
+        stream=bool(body.stream),
+        fold=body.fold_params(),
+        events=body.wants_events,
+        names=NAMES,
+    )
+    return job, MessageWriter(job, seal, omits_thinking=body.omits_thinking)

@@ -1,0 +1,129 @@
+"""A reply as a Message, whole or as Anthropic's stream events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from thinkfold.server.errors import failure_of
+from thinkfold.server.folds import EVENT
+from thinkfold.server.generation import Job
+from thinkfold.server.messages.blocks import ThinkingSeal, content_of
+from thinkfold.server.messages.errors import error_body
+from thinkfold.server.reply import Choice, Reply, three_costs
+from thinkfold.server.streaming import event
+from thinkfold.types import CompletionOutput, FinishReason, Phase
+
+PING = event({"type": "ping"}, "ping")
+
+
+class MessageWriter:
+    """Blocks open when their first text comes and close when another begins, or the message ends."""
+
+    keep_alive = PING
+    keeps_text = True
+
+    def __init__(self, job: Job, seal: ThinkingSeal, *, omits_thinking: bool) -> None:
+        self._job = job
+        self._seal = seal
+        self._omitted = omits_thinking
+        self._open: Phase | None = None
+        self._index = -1
+        self._thinking: list[str] = []
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        choice = reply.choices[0]
+        content = content_of(choice.runs, self._seal, omitted=self._omitted)
+        return {
+            **self._head(content),
+            **self._stop(choice),
+            "usage": _usage(reply),
+            "thinkfold": reply.thinkfold(),
+        }
+
+    def start(self, reply: Reply) -> Iterator[bytes]:
+        # How much of the prompt was cached is not known yet; `message_delta` says it.
+        usage = {"input_tokens": len(self._job.prompts[0]), "output_tokens": 0}
+        message = {**self._head([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event("message_start", message=message)
+
+    def news(self, choice: Choice, news: CompletionOutput, folds: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+        for phase, text in ((Phase.THINKING, news.reasoning), (Phase.ANSWER, news.text)):
+            if text:
+                yield from self._turn_to(phase)
+                yield from self._delta(phase, text)
+        for data in folds:
+            if self._job.events:
+                yield _event(EVENT, thinkfold={"fold": data})
+
+    def end(self, reply: Reply) -> Iterator[bytes]:
+        yield from self._turn_to(None)
+        stop = self._stop(reply.choices[0])
+        yield _event("message_delta", delta=stop, usage=_usage(reply), thinkfold=reply.thinkfold())
+        yield _event("message_stop")
+
+    def failed(self, error: Exception, reply: Reply) -> Iterator[bytes]:
+        yield event(error_body(failure_of(error)), "error")
+
+    def _turn_to(self, phase: Phase | None) -> Iterator[bytes]:
+        """End the open block unless it is of `phase`, and begin one of it."""
+        if phase is self._open:
+            return
+        if self._open is Phase.THINKING:
+            signature = self._seal.signature("".join(self._thinking), self._omitted)
+            yield self._block_delta(type="signature_delta", signature=signature)
+            self._thinking.clear()
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._index)
+        self._open = phase
+        if phase is not None:
+            self._index += 1
+            thinking = {"type": "thinking", "thinking": "", "signature": ""}
+            block = thinking if phase is Phase.THINKING else {"type": "text", "text": ""}
+            yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, phase: Phase, text: str) -> Iterator[bytes]:
+        if phase is Phase.ANSWER:
+            yield self._block_delta(type="text_delta", text=text)
+            return
+        self._thinking.append(text)
+        if not self._omitted:
+            yield self._block_delta(type="thinking_delta", thinking=text)
+
+    def _block_delta(self, **delta: Any) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._job.response_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._job.model,
+            "content": content,
+        }
+
+    def _stop(self, choice: Choice) -> dict[str, Any]:
+        limit = self._job.sampling.max_tokens
+        if choice.finish_reason is FinishReason.LENGTH:
+            at_limit = limit is not None and choice.num_output_tokens >= limit
+            return {"stop_reason": "max_tokens" if at_limit else "model_context_window_exceeded", "stop_sequence": None}
+        if isinstance(choice.stop_reason, str) and choice.stop_reason in self._job.sampling.stop:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _event(name: str, **data: Any) -> bytes:
+    return event({"type": name, **data}, name)
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    """Input tokens are those that the prefix cache did not have."""
+    costs, choice = reply.costs(), reply.choices[0]
+    return {
+        "input_tokens": costs.prompt_tokens - costs.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": costs.cached_tokens,
+        "output_tokens": choice.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": choice.num_thinking_tokens},
+        "thinkfold": three_costs(costs),
+    }
