@@ -1,5 +1,6 @@
 """Values that cross module borders: parameters, messages and outputs."""
 
+from thinkfold.types.control import ControlParams, EarlyStop, Preset, parse_control, parse_early_stop
 from thinkfold.types.fold import (
     FOLD_PROFILES,
     MAX_SEGMENT_TOKENS,
@@ -27,7 +28,9 @@ __all__ = [
     "UNLIMITED",
     "AtAnswer",
     "CompletionOutput",
+    "ControlParams",
     "Costs",
+    "EarlyStop",
     "EngineRequest",
     "FinishReason",
     "Fold",
@@ -36,6 +39,7 @@ __all__ = [
     "FoldPolicy",
     "FoldProfile",
     "Phase",
+    "Preset",
     "PromptState",
     "RequestOutput",
     "SamplingParams",
@@ -45,4 +49,6 @@ __all__ = [
     "ThinkingPolicy",
     "TokenLogprobs",
     "TokenStats",
+    "parse_control",
+    "parse_early_stop",
 ]
