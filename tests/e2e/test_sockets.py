@@ -47,12 +47,12 @@ def busy(served: Served, requests: int) -> Callable[[], bool]:
     return lambda: served.stats().running + served.stats().waiting >= requests
 
 
-def open_request(served: Served, body: dict[str, Any]) -> socket.socket:
+def open_request(served: Served, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
     """A socket on which the request was written and nothing read."""
     where = urlparse(served.url)
     raw = json.dumps(body).encode()
     sock = socket.create_connection((where.hostname, where.port), timeout=30)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
     sock.sendall(head.encode() + raw)
     return sock
 
@@ -85,6 +85,24 @@ def test_case_45_a_vanished_client_returns_its_pages(served: Served, stream: boo
         assert eventually(busy(served, 1))
         reset(sock)
         assert eventually(lambda: idle(served)), served.stats()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": LONG["messages"], "max_tokens": 1900, "thinking": {"type": "adaptive"}}),
+        ("/v1/responses", {"input": "go", "max_output_tokens": 1900}),
+    ],
+)
+def test_case_45_in_other_shapes(served: Served, path: str, body: dict[str, Any], stream: bool) -> None:
+    assert eventually(lambda: idle(served))
+    sock = open_request(served, {**body, "stream": stream}, path)
+    if stream:
+        assert sock.recv(64).startswith(b"HTTP/1.1 200")
+    assert eventually(busy(served, 1))
+    reset(sock)
+    assert eventually(lambda: idle(served)), served.stats()
 
 
 def test_case_45_gone_at_once_and_while_queued(narrow: Served) -> None:

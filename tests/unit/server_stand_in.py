@@ -223,11 +223,14 @@ def _policy(thinking: ThinkingParams) -> ThinkingPolicy:
 
 @asynccontextmanager
 async def serving(
-    engine: ScriptedEngine | None = None, options: ServerOptions | None = None, start: Callable[[], Any] | None = None
+    engine: ScriptedEngine | None = None,
+    options: ServerOptions | None = None,
+    start: Callable[[], Any] | None = None,
+    wrap: Callable[[Any], Any] | None = None,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an app around `engine`; the app's life is entered and left."""
+    """A client of an app around `engine`; the app's life is entered and left. `wrap` puts something before it."""
     app = build_app(engine, start=start, options=options)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(wrap(app) if wrap else app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,

@@ -75,6 +75,8 @@ def test_help_names_every_field_and_loads_no_torch() -> None:
         (["serve", "--page-size", "7", "--port", "0"], "page_size: must be one of"),
         (["serve", "--host", "203.0.113.1", "--port", "0"], "thinkfold serve:"),
         (["serve", "--seed", "3", "--port", "0"], "seed: needs load_format dummy"),
+        (["serve", "--response-store-bytes", "-1", "--port", "0"], "response_store_bytes: must be at least 0, got -1"),
+        (["serve", "--response-ttl-s", "0", "--port", "0"], "response_ttl_s: must be in (0, 1e+09], got 0.0"),
         (["serve", "--secret-file", "nowhere", "--port", "0"], "secret_file: cannot be read: No such file"),
         (["serve", "--secret-file", os.devnull, "--port", "0"], "secret_file: must hold at least 32 bytes, got 0"),
         (["serve", "--port", "65536"], "port: must be in [0, 65535], got 65536"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinkfold.cli.engine_flags import add_engine_flags, engine_config
 from thinkfold.errors import ParameterError
+from thinkfold.types.checks import integer, number
 
 if TYPE_CHECKING:
     import uvicorn
@@ -30,6 +31,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
     parser.add_argument(
+        "--response-store-bytes",
+        type=int,
+        default=256 * 1024 * 1024,
+        help="memory for stored responses, 0 for none (default: 268435456)",
+    )
+    parser.add_argument(
+        "--response-ttl-s",
+        type=float,
+        default=3600.0,
+        help="seconds that a response is stored since it was last used (default: 3600)",
+    )
+    parser.add_argument(
         "--secret-file",
         help="a file of at least 32 secret bytes that signs and seals thinking; servers that share it accept each "
         "other's (default: a secret that ends with the process)",
@@ -41,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0), until loading fails (raises) or the engine dies (1)."""
     config = engine_config(args)
-    options = _options(args.secret_file)
+    options = _options(args)
     logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
     sock = _listen(args.host, args.port)
     try:
@@ -50,12 +63,18 @@ def run(args: argparse.Namespace) -> int:
         sock.close()
 
 
-def _options(secret_file: str | None) -> ServerOptions:
-    """Raises ParameterError for a secret that cannot be read or is too short."""
+def _options(args: argparse.Namespace) -> ServerOptions:
+    """Raises ParameterError for a secret that cannot be read or is too short, and for numbers out of range."""
     from thinkfold.server.keyring import Keyring
     from thinkfold.server.state import ServerOptions
 
-    return ServerOptions(keyring=Keyring.from_file(secret_file) if secret_file else Keyring())
+    integer("response_store_bytes", args.response_store_bytes, 0)
+    number("response_ttl_s", args.response_ttl_s, 0, 10**9, open_low=True)
+    return ServerOptions(
+        response_store_bytes=args.response_store_bytes,
+        response_ttl_s=args.response_ttl_s,
+        keyring=Keyring.from_file(args.secret_file) if args.secret_file else Keyring(),
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,6 +12,8 @@ from thinkfold.server.contract import Engine, EngineSlot
 from thinkfold.server.messages import routes as messages
 from thinkfold.server.messages.errors import error_body as messages_error
 from thinkfold.server.metrics import ServerMetrics
+from thinkfold.server.responses import routes as response_routes
+from thinkfold.server.responses.store import ResponseStore
 from thinkfold.server.state import ServerOptions, ServerState
 
 
@@ -41,8 +43,10 @@ def build_app(
         await slot.close()
 
     app = FastAPI(title="thinkfold", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options or ServerOptions())
-    for module in (chat, completions, messages, models, health, metrics):
+    options = options or ServerOptions()
+    responses = ResponseStore(options.response_store_bytes, options.response_ttl_s)
+    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses)
+    for module in (chat, completions, messages, response_routes, models, health, metrics):
         app.include_router(module.router)
     errors.install(app, {"/v1/messages": messages_error})
     return app

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import renamed
-from thinkfold.types import ThinkingParams
+from thinkfold.server.reply import Run
+from thinkfold.types import Phase, ThinkingParams
 
 _PLACE = re.compile(r"messages\[(\d+)\]")
 
@@ -50,9 +51,27 @@ class Conversation:
             self._add(where, {"role": "assistant", "reasoning": text})
 
     def extend(self, where: str, messages: list[dict[str, Any]]) -> None:
-        """Add messages that were checked before."""
+        """Add copies of messages that were checked before."""
         for message in messages:
             self._add(where, dict(message))
+
+    def extend_with(self, other: Conversation) -> None:
+        """Add copies of another conversation's messages."""
+        for where, message in zip(other._origins, other.messages, strict=True):
+            self._add(where, dict(message))
+
+    def add_reply(self, runs: Sequence[Run]) -> None:
+        """What the assistant said; it goes on where an assistant's message at the end stopped."""
+        goes_on = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        for run in runs:
+            last = self.messages[-1] if goes_on else {}
+            goes_on = False
+            if run.phase is Phase.THINKING:
+                self.add_reasoning("output", run.text)
+            elif "content" in last:
+                last["content"] += run.text
+            else:
+                self.add_text("output", "assistant", run.text)
 
     def encode(self, engine: Engine, thinking: ThinkingParams) -> list[int]:
         """The prompt's tokens. Raises ParameterError that names the client's field."""

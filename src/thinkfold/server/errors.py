@@ -36,6 +36,13 @@ class ModelNotFoundError(ThinkfoldError):
         super().__init__(f"the model {asked!r:.200} does not exist here; this server has {served!r}")
 
 
+class ResponseNotFoundError(ThinkfoldError):
+    """No response of that id is stored for this tenant (HTTP 404)."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(f"no response {response_id!r:.100} is stored here")
+
+
 class BodyTooLargeError(ThinkfoldError):
     """The request body is larger than the server accepts (HTTP 413)."""
 
@@ -50,6 +57,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnsupportedError, 400, "invalid_request_error", "unsupported_value"),
     (ParameterError, 400, "invalid_request_error", "invalid_value"),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (ResponseNotFoundError, 404, "invalid_request_error", "response_not_found"),
     (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (QueueFullError, 429, "rate_limit_error", "queue_full"),
     (RequestFailedError, 500, "server_error", "request_failed"),

@@ -38,10 +38,14 @@ class ThinkingFields(StrictModel):
         params = ThinkingParams(
             enabled=self._enabled(),
             thinking_token_budget=self._budget(),
-            reasoning_effort=self.reasoning_effort,
+            reasoning_effort=self.effort(),
             eos_in_thinking=self.eos_in_thinking or "close",
         )
         return params.with_default(enabled_by_default)
+
+    def effort(self) -> Effort | None:
+        """The effort that was asked for."""
+        return self.reasoning_effort
 
     def _enabled(self) -> bool | None:
         kwargs = self.chat_template_kwargs or TemplateKwargs()
@@ -50,7 +54,7 @@ class ThinkingFields(StrictModel):
             "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
             "chat_template_kwargs.thinking": kwargs.thinking,
         }
-        return _agreed({name: value for name, value in given.items() if value is not None})
+        return agreed({name: value for name, value in given.items() if value is not None})
 
     def _budget(self) -> int | None:
         names = [n for n in ("thinking_token_budget", "max_thinking_tokens") if n in self.model_fields_set]
@@ -58,10 +62,11 @@ class ThinkingFields(StrictModel):
         for name, budget in given.items():
             if budget < UNLIMITED:
                 raise ParameterError(name, f"must be -1 (no limit) or more, got {budget}")
-        return _agreed(given)
+        return agreed(given)
 
 
-def _agreed(given: dict[str, Any]) -> Any:
+def agreed(given: dict[str, Any]) -> Any:
+    """The one value of fields that mean the same, None without any. Raises ParameterError if they differ."""
     names = list(given)
     for name in names[1:]:
         if given[name] != given[names[0]]:

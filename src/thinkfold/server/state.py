@@ -9,15 +9,22 @@ from fastapi import Request
 from thinkfold.server.contract import EngineSlot
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.metrics import ServerMetrics
+from thinkfold.server.responses.store import ResponseStore
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Limits of the HTTP side. `keepalive_s`: silence after which a stream sends a comment."""
+    """Limits of the HTTP side. `keepalive_s`: silence after which a stream sends a sign of life.
+
+    Finished responses are stored for `response_ttl_s` seconds since they were last used; with 0 bytes
+    none are.
+    """
 
     max_body_bytes: int = 64 * 1024 * 1024
     keepalive_s: float = 15.0
     max_prompts: int = 128
+    response_store_bytes: int = 256 * 1024 * 1024
+    response_ttl_s: float = 3600.0
     keyring: Keyring = field(default_factory=Keyring)
 
 
@@ -26,6 +33,7 @@ class ServerState:
     slot: EngineSlot
     metrics: ServerMetrics
     options: ServerOptions
+    responses: ResponseStore
 
 
 def state_of(request: Request) -> ServerState:
