@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from thinkfold.control.latex import plain, split_list
-from thinkfold.control.numbers import Number, read_number
+from thinkfold.control.numbers import MIN_MATCHING_DIGITS, Number, read_number
 
 MAX_CHARS = 4_000  # longer answers are compared as they stand
 MAX_LIST_DEPTH = 2
@@ -58,6 +58,13 @@ class Form:
     unit: str = ""
     math: str | None = None
     brackets: str = ""
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether equality with any other answer is decided by the key, whatever else is answered."""
+        if self.kind is Kind.NUMBER and self.number is not None:
+            return not self.unit and self.number.digits < MIN_MATCHING_DIGITS
+        return self.kind is Kind.CHOICE
 
 
 def form_of(answer: str) -> Form:

@@ -50,12 +50,17 @@ ORDER = {rung: number for number, rung in enumerate(Rung)}
 
 @dataclass(frozen=True, slots=True)
 class AnswerClass:
-    """Answers that are the same: indices into what was given; `rung` is the least sure one that was needed."""
+    """Answers that are the same: indices into what was given; `rung` is the least sure one that was needed.
+
+    `is_sure` says that no further answer can take members from the class or join it to another
+    one that is sure.
+    """
 
     members: tuple[int, ...]
     representative: int
     answer: str
     rung: Rung
+    is_sure: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,5 +267,6 @@ def _finished(groups: list[_Group], answers: Sequence[str | None], forms: dict[s
     for group in groups:
         members = sorted(index for key in group.keys for index in by_key[key])
         chosen = by_key[group.medoid][0] if group.medoid is not None else members[0]
-        classes.append(AnswerClass(tuple(members), chosen, answers[chosen] or "", group.rung))
+        is_sure = all(forms[answers[index] or ""].is_sure for index in members)
+        classes.append(AnswerClass(tuple(members), chosen, answers[chosen] or "", group.rung, is_sure))
     return Partition(tuple(sorted(classes, key=lambda found: found.members[0])))

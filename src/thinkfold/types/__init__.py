@@ -15,6 +15,7 @@ from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.request import EngineRequest, PromptState
 from thinkfold.types.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
 from thinkfold.types.thinking import DEFAULT_THINKING_BUDGET, EFFORT_BUDGETS, UNLIMITED, ThinkingParams, ThinkingPolicy
+from thinkfold.types.vote import BestOfParams, SearchParams, VoteParams, parse_best_of, parse_search, parse_vote
 
 __all__ = [
     "DEFAULT_THINKING_BUDGET",
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "UNLIMITED",
     "AtAnswer",
+    "BestOfParams",
     "CompletionOutput",
     "ControlParams",
     "Costs",
@@ -43,12 +45,17 @@ __all__ = [
     "PromptState",
     "RequestOutput",
     "SamplingParams",
+    "SearchParams",
     "Segment",
     "ThinkingEndReason",
     "ThinkingParams",
     "ThinkingPolicy",
     "TokenLogprobs",
     "TokenStats",
+    "VoteParams",
+    "parse_best_of",
     "parse_control",
     "parse_early_stop",
+    "parse_search",
+    "parse_vote",
 ]
