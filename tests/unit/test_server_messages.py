@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from server_shapes import fold_message, named_events
 from server_stand_in import EOS, LOOP, ScriptedEngine, serving
 from tiny_tokenizer import KEEPING_TEMPLATE, OPEN_TEMPLATE
 
@@ -27,50 +28,11 @@ async def post(client: httpx.AsyncClient, **more: Any) -> httpx.Response:
     return await client.post("/v1/messages", json=body(**more))
 
 
-def stream_events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream; each is named as its data's type says."""
-    events = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n", 1)
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
-def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream tells, after checking the order of its events."""
-    assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
-    assert [e["type"] for e in events].count("message_delta") == 1 and events[-2]["type"] == "message_delta"
-    message = events[0]["message"]
-    assert (message["content"], message["stop_reason"]) == ([], None)
-    open_index = None
-    for event in events[1:-2]:
-        if event["type"] == "content_block_start":
-            assert open_index is None and event["index"] == len(message["content"])
-            open_index = event["index"]
-            message["content"].append(event["content_block"])
-        elif event["type"] == "content_block_delta":
-            assert event["index"] == open_index
-            kind = event["delta"].pop("type")
-            (key, text), block = event["delta"].popitem(), message["content"][open_index]
-            assert kind == f"{key}_delta" and key in block
-            assert not block.get("signature"), "nothing follows a signature"
-            block[key] += text
-        elif event["type"] == "content_block_stop":
-            assert event["index"] == open_index
-            open_index = None
-        else:
-            assert event["type"] == "ping"
-    assert open_index is None
-    last = events[-2]
-    return {**message, **last["delta"], "usage": last["usage"], "thinkfold": last["thinkfold"]}
-
-
 async def both_ways(engine: ScriptedEngine, **more: Any) -> dict[str, Any]:
     """The message, after checking that stream and non-stream agree."""
     async with serving(engine) as client:
         whole = (await post(client, **more)).json()
-        streamed = folded(stream_events(await post(client, **more, stream=True)))
+        streamed = fold_message(named_events(await post(client, **more, stream=True)))
     assert {**streamed, "id": whole["id"]} == whole
     return whole
 
@@ -148,11 +110,11 @@ async def test_omitted_thinking_travels_in_its_signature() -> None:
     asked = {"thinking": {**THINKS["thinking"], "display": "omitted"}}
     async with serving(engine) as client:
         content = (await post(client, **asked)).json()["content"]
-        events = stream_events(await post(client, **asked, stream=True))
+        events = named_events(await post(client, **asked, stream=True))
         history = [*body()["messages"], {"role": "assistant", "content": content}, {"role": "user", "content": "r"}]
         assert (await post(client, **asked, messages=history)).status_code == 200
     assert content[0]["thinking"] == "" and not [e for e in events if "thinking" in e.get("delta", {})]
-    assert kinds(folded(events)) == ["thinking", "text"]
+    assert kinds(fold_message(events)) == ["thinking", "text"]
     assert "<think>\nab\n</think>" in engine.calls[-1].prompt
 
 
@@ -294,7 +256,7 @@ async def test_errors_of_other_kinds_have_anthropics_shape() -> None:
     async with serving(ScriptedEngine(((*"aaaa", EOS),), fail_after=2)) as client:
         found = await post(client, model="claude")
         failed = await post(client)
-        events = stream_events(await post(client, stream=True))
+        events = named_events(await post(client, stream=True))
         method = await client.get("/v1/messages")
     assert (found.status_code, found.json()["error"]["type"]) == (404, "not_found_error")
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "api_error")
@@ -353,7 +315,7 @@ async def test_pings_while_nothing_happens_and_folds_as_events() -> None:
     engine = ScriptedEngine((SCRIPT,), template=OPEN_TEMPLATE, gate=asyncio.Event(), told=told)
     async with serving(engine, ServerOptions(keepalive_s=0.01)) as client:
         asyncio.get_running_loop().call_later(0.1, engine.gate.set)
-        events = stream_events(await post(client, **THINKS, stream=True, thinkfold={"events": True}))
+        events = named_events(await post(client, **THINKS, stream=True, thinkfold={"events": True}))
     names = [e["type"] for e in events]
     assert names[0] == "message_start" and names[1] == "ping"
     folds = [e["thinkfold"]["fold"] for e in events if e["type"] == "thinkfold.fold"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import pytest
+from server_shapes import fold_response, named_events, sealed_away
 from server_stand_in import EOS, LOOP, ScriptedEngine, serving
 from tiny_tokenizer import KEEPING_TEMPLATE, OPEN_TEMPLATE
 
@@ -23,47 +23,6 @@ async def post(client: httpx.AsyncClient, **more: Any) -> httpx.Response:
     return await client.post("/v1/responses", json={"model": "tiny", "input": "q", **more})
 
 
-def stream_events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, numbered without a gap and named as their data's types say."""
-    events = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n", 1)
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    assert [e["sequence_number"] for e in events] == list(range(len(events)))
-    return events
-
-
-def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response of the last event, after checking that the others tell the same, in order."""
-    assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
-    final = events[-1]["response"]
-    assert events[-1]["type"] == f"response.{final['status']}" and {e["response"]["id"] for e in events[:2]} == {
-        final["id"]
-    }
-    rest = [e for e in events[2:-1] if e["type"].startswith("response.")]
-    for index, item in enumerate(final["output"]):
-        mine = [e for e in rest if e["output_index"] == index]
-        assert rest[: len(mine)] == mine, "items do not overlap"
-        rest = rest[len(mine) :]
-        part = item["content"][0]
-        word = part["type"]
-        kinds = [e["type"].removeprefix("response.") for e in mine]
-        assert kinds[:2] == ["output_item.added", "content_part.added"]
-        assert kinds[-3:] == [f"{word}.done", "content_part.done", "output_item.done"]
-        assert set(kinds[2:-3]) == {f"{word}.delta"}
-        assert "".join(e["delta"] for e in mine[2:-3]) == part["text"] == mine[-3]["text"]
-        assert mine[-2]["part"] == part and mine[-1]["item"] == item
-        assert mine[0]["item"] == {**item, "content": [], "status": "in_progress", **sealed_away(item)}
-        assert {e.get("item_id", item["id"]) for e in mine} == {item["id"]}
-    assert rest == []
-    return final
-
-
-def sealed_away(item: dict[str, Any]) -> dict[str, Any]:
-    return {"encrypted_content": None} if item["type"] == "reasoning" else {}
-
-
 def comparable(response: dict[str, Any]) -> dict[str, Any]:
     items = [{**item, "id": "", **sealed_away(item)} for item in response["output"]]
     return {**response, "output": items, **dict.fromkeys(UNLIKE)}
@@ -73,7 +32,7 @@ async def both_ways(engine: ScriptedEngine, **more: Any) -> dict[str, Any]:
     """The response, after checking that stream, non-stream and store agree."""
     async with serving(engine) as client:
         whole = (await post(client, **more)).json()
-        streamed = folded(stream_events(await post(client, **more, stream=True)))
+        streamed = fold_response(named_events(await post(client, **more, stream=True)))
         for response in (whole, streamed):
             kept = await client.get(f"/v1/responses/{response['id']}")
             assert kept.json() == response if response["store"] else kept.status_code == 404
@@ -174,8 +133,8 @@ async def test_a_response_goes_on_from_a_stored_one() -> None:
     engine = ScriptedEngine((SCRIPT,), template=KEEPING_TEMPLATE + "<think>\n")
     async with serving(engine) as client:
         first = (await post(client, input="one", instructions="be brief")).json()
-        events = stream_events(await post(client, input="two", previous_response_id=first["id"], stream=True))
-        second = folded(events)
+        events = named_events(await post(client, input="two", previous_response_id=first["id"], stream=True))
+        second = fold_response(events)
         third = (await post(client, input="three", previous_response_id=second["id"], instructions="shout")).json()
         assert third["previous_response_id"] == second["id"]
         prompt = engine.calls[-1].prompt
@@ -261,7 +220,7 @@ async def test_logprobs_stand_with_the_answer() -> None:
         ("B", [66], -0.5, 1),
     ]
     async with serving(engine) as client:
-        events = stream_events(await post(client, **asked, stream=True))
+        events = named_events(await post(client, **asked, stream=True))
     deltas = [p for e in events if e["type"] == "response.output_text.delta" for p in e["logprobs"]]
     assert deltas == shown and response["top_logprobs"] == 1
 
@@ -356,7 +315,7 @@ async def test_refusals_name_the_field(more: dict[str, Any], field: str) -> None
 async def test_a_request_that_fails_later() -> None:
     async with serving(ScriptedEngine(((*"aaaa", EOS),), fail_after=2)) as client:
         whole = await post(client)
-        events = stream_events(await post(client, stream=True))
+        events = named_events(await post(client, stream=True))
         assert whole.status_code == 500 and whole.json()["error"]["code"] == "request_failed"
         last = events[-1]
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
@@ -368,6 +327,6 @@ async def test_folds_are_events_with_numbers() -> None:
     told = {1: [Segment(0, 0, 1), Fold(0, 0, 1, 1.0, 2, 0.5)]}
     engine = ScriptedEngine((SCRIPT,), template=OPEN_TEMPLATE, told=told)
     async with serving(engine) as client:
-        events = stream_events(await post(client, stream=True, thinkfold={"events": True}))
-    assert folded(events)["status"] == "completed"
+        events = named_events(await post(client, stream=True, thinkfold={"events": True}))
+    assert fold_response(events)["status"] == "completed"
     assert [e["thinkfold"]["fold"]["pages_freed"] for e in events if e["type"] == "thinkfold.fold"] == [2]

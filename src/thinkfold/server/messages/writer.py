@@ -38,7 +38,7 @@ class MessageWriter:
             **self._head(content),
             **self._stop(choice),
             "usage": _usage(reply),
-            "thinkfold": reply.thinkfold(),
+            **_more(reply),
         }
 
     def start(self, reply: Reply) -> Iterator[bytes]:
@@ -59,7 +59,7 @@ class MessageWriter:
     def end(self, reply: Reply) -> Iterator[bytes]:
         yield from self._turn_to(None)
         stop = self._stop(reply.choices[0])
-        yield _event("message_delta", delta=stop, usage=_usage(reply), thinkfold=reply.thinkfold())
+        yield _event("message_delta", delta=stop, usage=_usage(reply), **_more(reply))
         yield _event("message_stop")
 
     def failed(self, error: Exception, reply: Reply) -> Iterator[bytes]:
@@ -114,6 +114,11 @@ class MessageWriter:
 
 def _event(name: str, **data: Any) -> bytes:
     return event({"type": name, **data}, name)
+
+
+def _more(reply: Reply) -> dict[str, Any]:
+    """What Anthropic's shape has no place for."""
+    return {"thinking_end_reason": reply.choices[0].thinking_end_reason, "thinkfold": reply.thinkfold()}
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
