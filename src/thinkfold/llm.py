@@ -56,7 +56,8 @@ class LLM:
         conversations = cast(Sequence[Conversation], [messages] if single else messages)
         thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
         encode = self.engine.prompts.encode_chat
-        prompts = [encode(conversation, enable_thinking=thinking.template_switch) for conversation in conversations]
+        closes = thinking.spends_none and self.engine.model.budget_enforced
+        prompts = [encode(c, enable_thinking=thinking.template_switch, closes=closes) for c in conversations]
         return self._run(self._generate(prompts, sampling, thinking, fold))
 
     def close(self) -> None:

@@ -95,6 +95,25 @@ def test_case_4_prefills(client: openai.OpenAI) -> None:
     assert thinking[0].thinking_end_reason == "unclosed"
 
 
+@pytest.mark.parametrize("none", [{"thinking_token_budget": 0}, {"reasoning_effort": "none"}])
+def test_case_18_no_budget_closes_prefilled_thinking_at_once(client: openai.OpenAI, none: dict[str, Any]) -> None:
+    choices, reply = both(client, **GREEDY, messages=OPEN, max_tokens=8, extra_body=none)
+    assert choices[0].content and not choices[0].reasoning
+    assert choices[0].thinking_end_reason == "budget"
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 0
+    with pytest.raises(openai.BadRequestError, match="switched off"):
+        client.chat.completions.create(**GREEDY, messages=OPEN, max_tokens=8, extra_body={"enable_thinking": False})
+
+
+def test_equal_greedy_choices_are_computed_once(client: openai.OpenAI) -> None:
+    one, _ = both(client, **GREEDY, messages=PLAIN, max_tokens=12)
+    three, reply = both(client, **GREEDY, messages=PLAIN, max_tokens=12, n=3)
+    assert three == dict.fromkeys(range(3), one[0])
+    assert reply.usage.completion_tokens == 36
+    tokens = reply.usage.thinkfold["tokens"]
+    assert (tokens["answer"], tokens["copied"]) == (12, 24)
+
+
 @pytest.mark.parametrize("off", [{"enable_thinking": False}, {"reasoning_effort": "none"}])
 def test_case_6_thinking_off(client: openai.OpenAI, off: dict[str, Any]) -> None:
     choices, reply = both(client, **GREEDY, messages=PLAIN, max_tokens=6, extra_body=off)

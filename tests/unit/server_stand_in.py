@@ -114,7 +114,7 @@ class ScriptedEngine:
         return EngineStats(
             running=self.running,
             pages_total=64,
-            pages_by_class={"thinking": 3, "summary": 2, "free": 59},
+            pages_by_class={"thinking": 3, "summary": 2, "cached": 16},
             folds=5,
             folds_refused=1,
             folded_tokens=80,

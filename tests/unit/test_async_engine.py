@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import threading
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -13,7 +14,16 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import CapacityError, EngineDeadError, ParameterError, QueueFullError, UnsupportedError
 from thinkfold.llm import collect
-from thinkfold.types import FinishReason, FoldMode, FoldParams, FoldPolicy, SamplingParams, ThinkingParams
+from thinkfold.types import (
+    Clamp,
+    FinishReason,
+    FoldMode,
+    FoldParams,
+    FoldPolicy,
+    Limits,
+    SamplingParams,
+    ThinkingParams,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 
@@ -26,6 +36,7 @@ class Gate:
         self.open.set()
         self.engine = None
         self.fail = False
+        self.max_model_len = 1600
 
     def build(self, config):
         self.engine = engine = make_engine(max_num_seqs=config.max_num_seqs)
@@ -39,7 +50,7 @@ class Gate:
             return launch(plan)
 
         runner.launch = gated
-        model = ModelInfo("pebble", "qwen3", 1600, 1536, 400, 4, 100, 1600, "qwen3", True, True)
+        model = ModelInfo("pebble", "qwen3", self.max_model_len, 1536, 400, 4, 100, 1600, "qwen3", True, True)
         return engine.core, model
 
 
@@ -48,10 +59,12 @@ async def gate():
     return Gate()
 
 
+CONFIG = EngineConfig(max_num_seqs=2, max_waiting=2, stall_timeout_s=0.05, own_process=False)
+
+
 @pytest.fixture
 async def engine(gate):
-    config = EngineConfig(max_num_seqs=2, max_waiting=2, stall_timeout_s=0.05, own_process=False)
-    engine = await AsyncEngine.start(config, build=gate.build)
+    engine = await AsyncEngine.start(CONFIG, build=gate.build)
     yield engine
     gate.open.set()
     await engine.stop()
@@ -106,6 +119,34 @@ async def test_case_39_a_prompt_larger_than_the_pool_is_refused_with_both_number
     with pytest.raises(CapacityError, match=r"1700 tokens.*1600.*400 pages of 4"):
         await collect(engine, [1] * 1700, GREEDY)
     assert (await collect(engine, PROMPT, GREEDY, BUDGET)).finished
+
+
+async def test_case_39_max_tokens_beyond_the_pool_are_refused_and_the_small_request_behind_is_served(gate):
+    gate.max_model_len = 4096
+    engine = await AsyncEngine.start(CONFIG, build=gate.build)
+    try:
+        off = FoldParams(policy="off")
+        with pytest.raises(CapacityError, match=r"max_tokens: 1590 tokens.*prompt of 40 .* 1560 .*400 pages of 4"):
+            await collect(engine, [5] * 40, SamplingParams(max_tokens=1590), fold=off)
+        total = await collect(engine, PROMPT, GREEDY, BUDGET)
+        assert total.finished and (total.limits.max_tokens, total.limits.clamped) == (60, ())
+        told = await collect(engine, PROMPT, SamplingParams(temperature=0.0), BUDGET, fold=off)
+        room = 1600 - len(PROMPT)
+        assert told.limits == Limits(room, (Clamp("max_tokens", None, room, "kv_pool"),))
+    finally:
+        await engine.stop()
+
+
+async def test_equal_greedy_choices_are_computed_once(engine):
+    outputs = [o async for o in engine.generate(PROMPT, replace(GREEDY, n=3), BUDGET)]
+    one = await collect(engine, PROMPT, GREEDY, BUDGET)
+    total = outputs[0]
+    for output in outputs[1:]:
+        total.merge(output)
+    assert [o.index for o in total.outputs] == [0, 1, 2] and total.finished
+    assert all(replace(o, index=0) == one.outputs[0] for o in total.outputs)
+    assert total.costs.thinking_tokens == one.costs.thinking_tokens == 9
+    assert total.costs.copied_tokens == 2 * one.outputs[0].num_output_tokens and one.costs.copied_tokens == 0
 
 
 async def test_bad_prompts_are_refused(engine):

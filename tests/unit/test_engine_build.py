@@ -31,6 +31,19 @@ def test_anything_but_one_token_is_refused(language: Language, text: str) -> Non
         _with_delimiter(language, text)
 
 
+def test_closing_words_that_would_never_be_written_are_refused(
+    language: Language, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(closing_words="Time is up.")
+    assert load_language(config).closing_ids
+    assert language.family is not None
+    for family in (None, replace(language.family, force_ids=())):
+        monkeypatch.setattr("thinkfold.engine.language.resolve_family", lambda *_, family=family, **__: family)
+        with pytest.raises(UnsupportedError, match="closing_words: this model never writes them"):
+            load_language(config)
+        assert load_language(EngineConfig()).closing_ids == ()
+
+
 def test_a_model_that_does_not_think_has_no_segments_to_end(language: Language) -> None:
     with pytest.raises(UnsupportedError, match="does not think"):
         _with_delimiter(replace(language, family=None), ".")

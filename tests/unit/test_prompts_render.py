@@ -143,6 +143,8 @@ def test_prefill_by_the_reasoning_field() -> None:
     assert shown(opened).endswith("<think>\np") and shown(closed).endswith("<think>\np\n</think>\n\n")
     with pytest.raises(ParameterError, match="switched off"):
         prompts.encode_chat([USER, {"role": "assistant", "content": "<think>p"}], enable_thinking=False)
+    ends = prompts.encode_chat([USER, {"role": "assistant", "content": "<think>p"}], enable_thinking=False, closes=True)
+    assert shown(ends) == shown(opened), "the engine closes it"
 
 
 def test_open_prefill_keeps_the_newlines_at_its_end() -> None:

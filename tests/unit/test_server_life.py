@@ -189,6 +189,12 @@ async def test_case_58_health_is_answered_while_a_huge_body_is_handled() -> None
         assert (await huge).status_code == 400
 
 
+async def test_health_tells_held_pages_from_idle_cached_ones() -> None:
+    async with serving(ScriptedEngine()) as client:
+        told = (await client.get("/health")).json()
+    assert told == {"status": "ok", "kv_pages": {"total": 64, "held": 5, "cached": 16, "free": 43}}
+
+
 async def test_metrics() -> None:
     engine = ScriptedEngine()
     async with serving(engine) as client, serving(ScriptedEngine()) as other:
@@ -205,6 +211,7 @@ async def test_metrics() -> None:
         'thinkfold_pages{class="thinking"} 3.0',
         'thinkfold_pages{class="summary"} 2.0',
         "thinkfold_kv_use 0.078125",
+        "thinkfold_kv_cached 0.25",
         "thinkfold_folds_total 5.0",
         "thinkfold_folds_refused_total 1.0",
         "thinkfold_folded_tokens_total 80.0",

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from thinkfold.config import EngineConfig
-from thinkfold.control.budget import resolve_policy
 from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.build import build_core
-from thinkfold.engine.capacity import most_output_tokens
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
 from thinkfold.engine.language import load_language
+from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
 from thinkfold.engine.stream import OutputStream
 from thinkfold.errors import EngineDeadError, ParameterError, QueueFullError
@@ -53,6 +52,7 @@ class AsyncEngine:
         self.prompts = prompts
         self.family = family
         self._model: ModelInfo | None = None
+        self._granter: Granter | None = None
         self._client: CoreClient | None = None
         self._ready = asyncio.Event()
         self._dead: str | None = None
@@ -117,6 +117,8 @@ class AsyncEngine:
         EngineDeadError later if the engine dies. Closing the iterator aborts the request.
         """
         sampling, thinking = sampling or SamplingParams(), thinking or ThinkingParams()
+        choices = sampling.n if sampling.temperature == 0.0 else 1  # greedy choices are equal: one is computed
+        sampling = replace(sampling, n=1) if choices > 1 else sampling
         request = self._accept(prompt_token_ids, sampling, thinking, self.resolve_fold(fold), namespace)
         if request_id is not None:
             request = replace(request, request_id=request_id)
@@ -130,7 +132,7 @@ class AsyncEngine:
             while not finished:
                 output = await stream.get()
                 finished = output.finished
-                yield output
+                yield output.copied(choices)
         finally:
             del self._streams[request.request_id]
             if not finished and self._dead is None:
@@ -194,8 +196,9 @@ class AsyncEngine:
         self._check_queue(sampling.n)
         _check_prompt(ids, model)
         sampling.check_vocabulary(model.vocab_size)
-        room = most_output_tokens(len(ids), fold, model)
-        max_tokens = min(sampling.max_tokens or room, room)
+        assert self._granter is not None, "a loaded model has its limits"
+        limits, policy = self._granter.grant(Wish(len(ids), sampling.max_tokens, thinking, fold))
+        max_tokens = limits.max_tokens or 1
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         sampling = replace(
             sampling,
@@ -203,15 +206,6 @@ class AsyncEngine:
             max_tokens=max_tokens,
             min_tokens=min(sampling.min_tokens, max_tokens),
             seed=seed,
-        )
-        policy = resolve_policy(
-            thinking,
-            family=self.family,
-            default_budget=self.config.default_thinking_budget,
-            default_enabled=self.config.enable_thinking,
-            template_switch=self.prompts.has_thinking_switch,
-            max_tokens=max_tokens,
-            max_model_len=model.max_model_len,
         )
         family = self.family
         prompt = family.prompt_state(ids) if family else PromptState(Phase.ANSWER, 0, len(ids))
@@ -224,6 +218,7 @@ class AsyncEngine:
             namespace=namespace,
             arrival_time=time.monotonic(),
             fold=fold,
+            limits=limits,
         )
 
     def _check_queue(self, branches: int) -> None:
@@ -242,6 +237,13 @@ class AsyncEngine:
         self._last_event = time.monotonic()
         if isinstance(event, Ready):
             self._model = event.model
+            self._granter = Granter(
+                event.model,
+                self.family,
+                default_budget=self.config.default_thinking_budget,
+                default_enabled=self.config.enable_thinking,
+                switch=self.prompts.has_thinking_switch,
+            )
             self._stats.pages_total = event.model.num_pages
             self._ready.set()
         elif isinstance(event, Dead):

@@ -307,6 +307,7 @@ class EngineCore:
             outputs=news,
             policy=running.request.thinking,
             fold=running.request.fold,
+            limits=running.request.limits,
             costs=replace(costs),
             finished=finished,
             error=running.error if finished else None,

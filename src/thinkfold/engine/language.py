@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from thinkfold.config import EngineConfig
+from thinkfold.errors import UnsupportedError
 from thinkfold.runner.loader import load_tokenizer
 from thinkfold.text.messages import Markers
 from thinkfold.text.vocabulary import Vocabulary
@@ -35,7 +36,10 @@ class Language:
 
 
 def load_language(config: EngineConfig) -> Language:
-    """Read the tokenizer of `config.model` and resolve its thinking markers. Raises ParameterError."""
+    """Read the tokenizer of `config.model` and resolve its thinking markers.
+
+    Raises ParameterError, and UnsupportedError for closing words that the model would never write.
+    """
     tokenizer, model_type, eos_ids = load_tokenizer(config)
     vocabulary = Vocabulary.from_tokenizer(tokenizer, eos_ids)
     family = resolve_family(
@@ -46,5 +50,8 @@ def load_language(config: EngineConfig) -> Language:
         end=config.think_end,
         force=config.think_force,
     )
+    if config.closing_words and not (family and family.force_ids):
+        why = "its thinking cannot be ended by force" if family else "it does not think"
+        raise UnsupportedError("closing_words", f"this model never writes them: {why}")
     closing_ids = tuple(tokenizer.encode(config.closing_words, add_special_tokens=False))
     return Language(tokenizer, vocabulary, family, closing_ids)

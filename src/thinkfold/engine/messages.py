@@ -33,6 +33,16 @@ class ModelInfo:
         return min(self.max_model_len, self.kv_capacity)
 
 
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """Pages of the pool: `held` by requests, `cached` for nobody but the prefix tree, and `free`."""
+
+    total: int
+    held: int
+    cached: int
+    free: int
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since start and gauges of now. Pages by class name.
@@ -62,6 +72,13 @@ class EngineStats:
     requests_by_reason: dict[str, int] = field(default_factory=dict)
     thinking_by_reason: dict[str, int] = field(default_factory=dict)
     pressure: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def kv_pages(self) -> KVPages:
+        """Who has the pool's pages. Idle cached pages are as good as free: whoever needs them gets them."""
+        cached = self.pages_by_class.get("cached", 0)
+        held = sum(self.pages_by_class.values()) - cached
+        return KVPages(self.pages_total, held, cached, self.pages_total - held - cached)
 
 
 @dataclass(frozen=True, slots=True)

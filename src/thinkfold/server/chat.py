@@ -140,6 +140,7 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         continue_final=body.continue_final_message,
         reasoning_effort=body.reasoning_effort,
         limit=engine.model.max_prompt_len,
+        closes=thinking.spends_none and engine.model.budget_enforced,
     )
     job = Job(
         response_id=f"chatcmpl-{uuid.uuid4().hex}",

@@ -81,6 +81,7 @@ class Conversation:
                 enable_thinking=thinking.template_switch,
                 reasoning_effort=thinking.reasoning_effort,
                 limit=engine.model.max_prompt_len,
+                closes=thinking.spends_none and engine.model.budget_enforced,
             )
         except ParameterError as error:
             raise type(error)(self._named(error.field), error.message) from None

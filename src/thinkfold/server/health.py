@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
@@ -23,15 +26,17 @@ def condition(slot: EngineSlot) -> tuple[bool, bool, str]:
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    alive, _, reason = condition(state_of(request).slot)
-    return _answer(alive, reason)
+    slot = state_of(request).slot
+    alive, _, reason = condition(slot)
+    return _answer(alive, reason, {} if slot.engine is None else {"kv_pages": asdict(slot.engine.stats().kv_pages)})
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     _, is_ready, reason = condition(state_of(request).slot)
-    return _answer(is_ready, reason)
+    return _answer(is_ready, reason, {})
 
 
-def _answer(good: bool, reason: str) -> JSONResponse:
-    return JSONResponse({"status": "ok"} if good else {"status": "unavailable", "reason": reason}, 200 if good else 503)
+def _answer(good: bool, reason: str, more: dict[str, Any]) -> JSONResponse:
+    status = {"status": "ok"} if good else {"status": "unavailable", "reason": reason}
+    return JSONResponse({**status, **more}, 200 if good else 503)

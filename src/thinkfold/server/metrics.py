@@ -112,8 +112,11 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for name, text in _COUNTERS.items():
         yield CounterMetricFamily(f"thinkfold_{name}", text, value=getattr(stats, name))
     yield _labelled(GaugeMetricFamily("thinkfold_pages", "Pages in use", labels=["class"]), stats.pages_by_class)
-    used = sum(n for name, n in stats.pages_by_class.items() if name != "free")
-    yield GaugeMetricFamily("thinkfold_kv_use", "Share of pages in use", value=used / max(1, stats.pages_total))
+    use = stats.kv_pages
+    total = max(1, use.total)
+    yield GaugeMetricFamily("thinkfold_kv_use", "Share of pages that requests hold", value=use.held / total)
+    idle = "Share of pages that only the prefix cache holds; they are given up when somebody needs them"
+    yield GaugeMetricFamily("thinkfold_kv_cached", idle, value=use.cached / total)
     rate = stats.prefix_hit_tokens / max(1, stats.prefix_queried_tokens)
     yield GaugeMetricFamily("thinkfold_prefix_hit_rate", "Found share of looked-up prompt tokens", value=rate)
     finished = CounterMetricFamily("thinkfold_requests", "Finished choices", labels=["finish_reason"])

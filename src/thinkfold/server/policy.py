@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
-from thinkfold.types import UNLIMITED, FoldPolicy, ThinkingParams, ThinkingPolicy
+from thinkfold.types import UNLIMITED, FoldPolicy, Limits, ThinkingParams, ThinkingPolicy
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -74,6 +74,6 @@ def agreed(given: dict[str, Any]) -> Any:
     return given[names[0]] if names else None
 
 
-def echo(thinking: ThinkingPolicy, fold: FoldPolicy) -> dict[str, Any]:
-    """The effective policy as the reply shows it; a null budget is no limit."""
-    return {"thinking": asdict(thinking), "fold": asdict(fold)}
+def echo(thinking: ThinkingPolicy, fold: FoldPolicy, limits: Limits) -> dict[str, Any]:
+    """The effective policy as the reply shows it; a null budget is no limit. `clamped`: what had to give way."""
+    return {"thinking": asdict(thinking), "fold": asdict(fold), **asdict(limits)}

@@ -14,6 +14,7 @@ from thinkfold.types import (
     FinishReason,
     Fold,
     FoldPolicy,
+    Limits,
     Phase,
     RequestOutput,
     Segment,
@@ -86,7 +87,7 @@ class Reply:
         self._keep_text = keep_text
         self._unfinished = num_prompts
         self._costs: dict[int, Costs] = {}
-        self._policies: tuple[ThinkingPolicy, FoldPolicy] | None = None
+        self._policies: tuple[ThinkingPolicy, FoldPolicy, Limits] | None = None
         self.choices = [Choice(index) for index in range(num_prompts * n)]
         self.error: str | None = None
 
@@ -97,7 +98,7 @@ class Reply:
     def add(self, prompt: int, output: RequestOutput) -> Iterator[tuple[Choice, CompletionOutput]]:
         """Take in one output; yields each choice with its news."""
         self._costs[prompt] = output.costs
-        self._policies = output.policy, output.fold
+        self._policies = output.policy, output.fold, output.limits
         self.error = output.error or self.error
         self._unfinished -= output.finished
         for news in output.outputs:
@@ -160,6 +161,7 @@ def three_costs(costs: Costs) -> dict[str, Any]:
             "computed_prompt": costs.computed_prompt_tokens,
             "thinking": costs.thinking_tokens,
             "answer": costs.answer_tokens,
+            "copied": costs.copied_tokens,
             "discarded": costs.discarded_tokens,
             "recomputed": costs.recomputed_tokens,
         },

@@ -96,12 +96,14 @@ class PromptRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         reasoning_effort: str | None = None,
         limit: int | None = None,
+        closes: bool = False,
     ) -> list[int]:
         """Ids of a chat, ready for the assistant to speak.
 
         An assistant message at the end is continued (prefill): with an open thinking block,
         or with reasoning and no content, inside thinking; otherwise in the answer.
         `continue_final` True demands such a message, False is refused where one stands.
+        `closes`: the engine will end an open block at once, so one may stand where thinking is off.
         `limit` refuses, before any work, messages that cannot fit that many tokens. Raises
         ParameterError naming the message or field.
         """
@@ -123,7 +125,7 @@ class PromptRenderer:
         if self._normalize:
             parsed = normalize(parsed)
         if prefill is not None and prefill.reasoning is not None:
-            if enable_thinking is False and prefill.content is None:
+            if enable_thinking is False and prefill.content is None and not closes:
                 raise ParameterError("messages", "the last message opens thinking, which is switched off")
             enable_thinking = True
         rendered = self._render(parsed, tools, self._switches(enable_thinking, reasoning_effort))

@@ -10,6 +10,7 @@ from thinkfold.types.fold import (
     FoldPolicy,
     FoldProfile,
 )
+from thinkfold.types.limits import Clamp, Limits
 from thinkfold.types.output import CompletionOutput, Costs, Fold, RequestOutput, Segment, TokenLogprobs, TokenStats
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.request import EngineRequest, PromptState
@@ -29,6 +30,7 @@ __all__ = [
     "UNLIMITED",
     "AtAnswer",
     "BestOfParams",
+    "Clamp",
     "CompletionOutput",
     "ControlParams",
     "Costs",
@@ -40,6 +42,7 @@ __all__ = [
     "FoldParams",
     "FoldPolicy",
     "FoldProfile",
+    "Limits",
     "Phase",
     "Preset",
     "PromptState",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from thinkfold.types.fold import FoldPolicy
+from thinkfold.types.limits import Limits
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.thinking import ThinkingPolicy
 
@@ -83,6 +84,11 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     thinking_end_reason: ThinkingEndReason | None = None
 
+    def copy_for(self, index: int) -> CompletionOutput:
+        """The same news as those of choice `index`."""
+        lists = {f.name: list(value) for f in fields(self) if isinstance(value := getattr(self, f.name), list)}
+        return replace(self, index=index, **lists)
+
     def merge(self, later: CompletionOutput) -> None:
         """Append `later` to self."""
         self.reasoning += later.reasoning
@@ -105,7 +111,8 @@ class CompletionOutput:
 class Costs:
     """What a request cost so far: tokens, KV memory held and time, over all branches.
 
-    `computed_prompt_tokens` includes what a preemption computes again. Times in seconds;
+    `computed_prompt_tokens` includes what a preemption computes again; `copied_tokens` are output tokens
+    of greedy choices that were computed once, for another choice. Times in seconds;
     `kv_byte_seconds` is bytes of KV pages held integrated over time, `kv_peak_entries` the most
     entries held at once (a summary counts with its mean over layers and heads).
     """
@@ -115,6 +122,7 @@ class Costs:
     computed_prompt_tokens: int = 0
     thinking_tokens: int = 0
     answer_tokens: int = 0
+    copied_tokens: int = 0
     discarded_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
@@ -141,6 +149,7 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     fold: FoldPolicy = field(default_factory=FoldPolicy)
+    limits: Limits = field(default_factory=Limits)
 
     def merge(self, later: RequestOutput) -> None:
         """Append `later` to self, branch by branch; keeps branches sorted by index."""
@@ -154,3 +163,14 @@ class RequestOutput:
         self.costs = later.costs
         self.finished = later.finished
         self.error = later.error or self.error
+
+    def copied(self, choices: int) -> RequestOutput:
+        """The output of one greedy choice as that of `choices` equal ones; what they cost is counted once."""
+        if choices == 1:
+            return self
+        spent = self.costs.thinking_tokens + self.costs.answer_tokens
+        return replace(
+            self,
+            outputs=[output.copy_for(index) for output in self.outputs for index in range(choices)],
+            costs=replace(self.costs, copied_tokens=(choices - 1) * spent),
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from thinkfold.types.fold import FoldPolicy
+from thinkfold.types.limits import Limits
 from thinkfold.types.phases import Phase
 from thinkfold.types.sampling import SamplingParams
 from thinkfold.types.thinking import ThinkingPolicy
@@ -36,3 +37,4 @@ class EngineRequest:
     namespace: tuple[str, ...] = ()  # labelled prefix-cache namespace, such as ("salt=acme",)
     arrival_time: float = 0.0
     fold: FoldPolicy = field(default_factory=FoldPolicy)
+    limits: Limits = field(default_factory=Limits)

@@ -58,9 +58,14 @@ class ThinkingParams:
         """What to tell the chat template: no thinking where none may be spent; None says nothing."""
         if self.enabled is not None:
             return self.enabled
+        return False if self.spends_none else None
+
+    @property
+    def spends_none(self) -> bool:
+        """Whether the budget is 0, by number or by effort, and thinking is not switched off as such."""
         budget = self.thinking_token_budget
-        spends_none = budget == 0 or (budget is None and self.reasoning_effort == "none")
-        return False if spends_none else None
+        none = budget == 0 or (budget is None and self.reasoning_effort == "none")
+        return none and self.enabled is not False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,27 @@
+"""What a request may write at most, and which of its numbers had to give way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """A number of a request that was lowered from `asked` (None: as much as there is) to `granted`.
+
+    `by` says what it ran into: the model's length, the KV pool, or the request's own max_tokens.
+    """
+
+    field: Literal["max_tokens", "thinking_token_budget", "reasoning_effort", "default_thinking_budget"]
+    asked: int | None
+    granted: int
+    by: Literal["model_length", "kv_pool", "max_tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The effective `max_tokens` of one request, as echoed to the user, and all that was `clamped`."""
+
+    max_tokens: int | None = None
+    clamped: tuple[Clamp, ...] = ()
