@@ -71,6 +71,12 @@ def test_case_26_stop_sequences_sleep_while_thinking(claude: anthropic.Anthropic
     assert message.content[0].type == "thinking" and "12" in message.content[0].thinking
 
 
+def test_models_are_listed(claude: anthropic.Anthropic) -> None:
+    (model,) = claude.models.list()
+    assert (model.id, model.type, model.display_name) == ("pebble", "model", "pebble")
+    assert model.max_input_tokens and claude.models.retrieve("pebble").to_dict() == model.to_dict()
+
+
 def test_refusals_are_the_clients_own_errors(claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="tools: is not supported"):
         claude.messages.create(**ASK, tools=[{"name": "f", "input_schema": {"type": "object"}}])

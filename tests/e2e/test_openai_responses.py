@@ -83,6 +83,17 @@ def test_case_19_a_budget_is_kept(client: openai.OpenAI) -> None:
     assert response.usage and 0 < response.usage.output_tokens_details.reasoning_tokens <= 8
 
 
+def test_cache_keys_keep_prefixes_apart(client: openai.OpenAI) -> None:
+    def cached(key: str) -> int:
+        response = client.responses.create(
+            **{**ASK, "input": "3 * 4, " * 40, "max_output_tokens": 1}, prompt_cache_key=key, store=False
+        )
+        assert response.usage
+        return response.usage.input_tokens_details.cached_tokens
+
+    assert [cached("a"), cached("b")] == [0, 0] and cached("a") > 0 and cached("b") > 0 and cached("c") == 0
+
+
 def test_refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="tools: is not supported"):
         client.responses.create(**ASK, tools=[{"type": "web_search"}])

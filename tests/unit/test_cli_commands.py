@@ -20,11 +20,12 @@ from server_stand_in import EOS, ScriptedEngine
 from tiny_tokenizer import OPEN_TEMPLATE
 
 import thinkfold
-from thinkfold.cli import ask
+from thinkfold.cli import ask, serve
 from thinkfold.cli.engine_flags import add_engine_flags, engine_config
-from thinkfold.cli.main import INTERRUPTED, USAGE_ERROR, main
+from thinkfold.cli.main import INTERRUPTED, USAGE_ERROR, build_parser, main
 from thinkfold.config import EngineConfig
 from thinkfold.errors import RequestFailedError
+from thinkfold.server.keyring import Keyring
 from thinkfold.server.reply import three_costs
 from thinkfold.types import Costs, Fold, FoldParams, FoldProfile, SamplingParams, Segment, ThinkingParams
 
@@ -53,6 +54,18 @@ def test_every_field_has_a_flag_of_its_type() -> None:
     folding = parsed("--fold-policy", "eager", "--fold-profile", "coarse", "--fold-gate", "0.5", "--fold-entries", "9")
     assert (folding.fold_policy, folding.fold_gate) == ("eager", 0.5)
     assert folding.fold_numbers == ("coarse", FoldProfile(4096, 512, 512, 512, 9))
+
+
+def test_serve_hands_on_its_secret_and_the_bounds_of_its_store(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    flags = ["serve", "--secret-file", str(secret), "--response-store-bytes", "7", "--response-ttl-s", "2.5"]
+    options = serve.server_options(build_parser().parse_args(flags))
+    assert (options.response_store_bytes, options.response_ttl_s) == (7, 2.5)
+    assert options.keyring.is_signed(Keyring(b"s" * 32).sign("w", []), "w", [])
+    assert not serve.server_options(build_parser().parse_args(["serve"])).keyring.is_signed(
+        Keyring(b"s" * 32).sign("w", []), "w", []
+    )
 
 
 def test_help_names_every_field_and_loads_no_torch() -> None:

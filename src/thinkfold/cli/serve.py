@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0), until loading fails (raises) or the engine dies (1)."""
     config = engine_config(args)
-    options = _options(args)
+    options = server_options(args)
     logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
     sock = _listen(args.host, args.port)
     try:
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         sock.close()
 
 
-def _options(args: argparse.Namespace) -> ServerOptions:
-    """Raises ParameterError for a secret that cannot be read or is too short, and for numbers out of range."""
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """What the flags say about the HTTP side. Raises ParameterError for a bad secret and for numbers out of range."""
     from thinkfold.server.keyring import Keyring
     from thinkfold.server.state import ServerOptions
 
