@@ -4,6 +4,9 @@ ThinkfoldError
 ├── ParameterError      a request or configuration value is wrong (HTTP 400)
 ├── UnsupportedError    a value is understood but cannot be honoured here (HTTP 400)
 ├── CapacityError       the request can never fit the KV pool (HTTP 400)
+├── NotFoundError       no such running response or handle (HTTP 404)
+├── ConflictError       the response is not in a state for this (HTTP 409)
+│   └── PositionError   a branch cannot be cut at this position (HTTP 409)
 ├── QueueFullError      the waiting queue is full, try again later (HTTP 429)
 ├── RequestFailedError  this one request failed inside the engine (HTTP 500)
 └── EngineDeadError     the engine has stopped (HTTP 503)
@@ -32,6 +35,27 @@ class UnsupportedError(ParameterError):
 
 class CapacityError(ParameterError):
     """The request can never fit; the message gives both numbers."""
+
+
+class NotFoundError(ThinkfoldError):
+    """There is no such running response, choice or handle, or it is somebody else's."""
+
+
+class ConflictError(ThinkfoldError):
+    """The response or handle is there, but not in a state in which this can be done."""
+
+
+class PositionError(ConflictError):
+    """A branch cannot be cut after `position` output tokens; `nearest` are those next to it where it can."""
+
+    def __init__(self, position: int, nearest: tuple[int, ...]) -> None:
+        where = " and ".join(map(str, nearest))
+        super().__init__(f"position {position} cannot be gone back to; the nearest valid positions are {where}")
+        self.position = position
+        self.nearest = nearest
+
+    def __reduce__(self) -> tuple[type, tuple[int, tuple[int, ...]]]:
+        return type(self), (self.position, self.nearest)
 
 
 class QueueFullError(ThinkfoldError):

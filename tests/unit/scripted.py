@@ -147,9 +147,9 @@ class ScriptRunner(TokenFunction):
         return super().launch(plan)
 
 
-def make_engine(*, depth=0, num_pages=400, max_num_seqs=16, budget=64, caching=True, closing=""):
+def make_engine(*, depth=0, num_pages=400, max_num_seqs=16, budget=64, caching=True, closing="", host_pages=0):
     _, vocabulary, family = language()
-    kv = KVManager(num_pages, PAGE, enable_prefix_caching=caching)
+    kv = KVManager(num_pages, PAGE, enable_prefix_caching=caching, host_pages=host_pages)
     scheduler = Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
     def make_control(request, branch):

@@ -218,7 +218,7 @@ def test_pages_that_forks_share_are_charged_once_even_when_the_trunk_has_ended()
         engine.step()
         for index, end in endings.items():
             if turn == end:
-                core._finish(running, running.branches[index], FinishReason.ABORT)
+                core.end(running, running.branches[index], FinishReason.ABORT)
         before = running.meter.costs.kv_byte_seconds
         held = {page for b in running.branches for page in b.table.pages}
         running.meter.tick([b for b in running.branches if b.table.pages], 1.0)

@@ -251,3 +251,18 @@ def test_a_restart_forgets_what_was_folded_and_reads_all_ends_again():
     assert (made.spans, made.folded, made.answering) == ([], [], False)
     made.observe([11, 25], 30)
     assert spans(made) == before and made.answering
+
+
+def test_a_withdrawn_span_is_offered_again():
+    made = planner(FoldMode.PRESSURE)
+    made.numbers = FoldProfile(24, 8, fold_delay=30, keep_raw_tokens=8, entries=4)
+    made.observe([11, 25, 40], None)
+    first, second, _ = before = made.spans
+    assert pressed(made, 61) is second
+    for span in (second, first):
+        made.prepare(span, 61, pressed=True)
+        pressed(made, 61)  # what is prepared leaves the heap
+    made.withdraw(second)
+    made.withdraw(first)
+    assert made.spans == before and not first.pressed
+    assert pressed(made, 61) is second

@@ -5,11 +5,13 @@ Plain Python, O(1) a token. Knows nothing about memory, batches or the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from thinkfold.control.budget import grace_tokens
 from thinkfold.control.outbox import Outbox
+from thinkfold.errors import ConflictError, ParameterError, UnsupportedError
 from thinkfold.text.stop_strings import StopStrings
 from thinkfold.text.vocabulary import Vocabulary
 from thinkfold.thinking.family import Family
@@ -67,11 +69,9 @@ class BranchControl:
                 max_segment_tokens=max_segment_tokens,
             )
         )
-        budget = request.thinking.budget if self._force_ids else None
-        self._budget = budget
-        self._closing_ids = closing_ids if budget is not None and budget >= len(closing_ids) else ()
-        self._limit = 0 if budget is None else budget - len(self._closing_ids)
-        self._grace_start = self._limit - (0 if budget is None else grace_tokens(budget))
+        self._closing_ids = closing_ids
+        self._set_budget(request.thinking.budget if self._force_ids else None)
+        self._asked: tuple[int, ThinkingEndReason] | None = None  # close when so many thinking tokens are used
         self._stops = {phase: StopStrings(request.sampling.stop) for phase in Phase}
         self._outbox = Outbox(branch)
         self.segment_ends: list[int] = []  # output token indices behind finished segments
@@ -120,6 +120,42 @@ class BranchControl:
     def _used(self) -> int:
         return self._prefilled + self._tracker.num_thinking_tokens
 
+    def end_thinking(self, reason: ThinkingEndReason) -> None:
+        """Close thinking by the budget's own way: now, or once a begun character is complete.
+
+        It also closes what the model opens again. Raises UnsupportedError, ConflictError.
+        """
+        self._check_enforceable("end_thinking")
+        if self._finish is not None or self.phase is not Phase.THINKING:
+            raise ConflictError(f"choice {self._outbox.index} is not thinking")
+        self._asked = self._used, reason
+
+    def set_budget(self, budget: int | None) -> None:
+        """Another budget from now on; one that is spent already closes thinking at once. Raises UnsupportedError."""
+        if budget is not None:
+            self._check_enforceable("budget")
+        self._set_budget(budget)
+
+    def inject(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Account for forced tokens that follow the last known one; returns those to append.
+
+        Only between characters (`pending`), or the character would be torn. Raises ParameterError for
+        an end token, ConflictError for more than the budget or `max_tokens` has left.
+        """
+        if any(token_id in self._vocabulary.eos_ids for token_id in token_ids):
+            raise ParameterError("token_ids", "an end token cannot be injected")
+        left = self.budget_left if self.phase is Phase.THINKING else None
+        room = None if self._sampling.max_tokens is None else self._sampling.max_tokens - self.num_output_tokens
+        for name, most in (("thinking budget", left), ("max_tokens", room)):
+            if most is not None and len(token_ids) > most:
+                raise ConflictError(f"{len(token_ids)} tokens cannot be injected: the {name} has {most} left")
+        return self._inject(token_ids, ThinkingEndReason.CONTROL)
+
+    @property
+    def pending(self) -> bool:
+        """True inside an unfinished character."""
+        return self._tracker.pending
+
     def accept(self, token_id: int) -> Verdict:
         """Account for one sampled token. After the end it is ignored."""
         if self._finish is not None:
@@ -149,9 +185,9 @@ class BranchControl:
 
         Launching further is then likely to be wasted, never wrong.
         """
-        if not inflight or self._finish is not None or self._budget is None or self.phase is not Phase.THINKING:
+        if not inflight or self._finish is not None or self.phase is not Phase.THINKING:
             return False
-        return self._used + inflight >= self._grace_start
+        return self._asked is not None or (self._budget is not None and self._used + inflight >= self._grace_start)
 
     def ban_eos(self, inflight: int) -> bool:
         """True if the next token to launch must be neither an end token nor a stop id."""
@@ -170,6 +206,15 @@ class BranchControl:
             self._stop_reason = matched
             reason = FinishReason.STOP
         self._end(reason)
+
+    def discard(self) -> None:
+        """End the branch and keep nothing of it, told or untold."""
+        self._outbox.discard()
+        self._end(FinishReason.ABORT)
+
+    @property
+    def discarded(self) -> bool:
+        return self._outbox.discarded
 
     def take(self) -> CompletionOutput | None:
         """The news since the last call, None if there is none."""
@@ -213,20 +258,38 @@ class BranchControl:
         return Verdict(token_id, (), self._finish)
 
     def _inject_due(self) -> tuple[int, ...]:
-        """Close thinking if its budget is spent, or nearly spent at the end of a sentence."""
-        if self._finish is not None or self._budget is None or self.phase is not Phase.THINKING:
+        """Close thinking if somebody asked for it or its budget is spent, or nearly spent at a sentence's end."""
+        if self._finish is not None or self.phase is not Phase.THINKING:
             return ()
-        used = self._used
-        if used < self._limit:
+        used, budget = self._used, self._budget
+        limit, cause = self._asked or (self._limit, ThinkingEndReason.BUDGET)
+        if self._limit < limit:
+            limit, cause = self._limit, ThinkingEndReason.BUDGET
+        if used < limit:
             if used < self._grace_start or not self._tracker.at_boundary:
                 return ()
-        elif self._tracker.pending and used - self._limit < MAX_CHARACTER_WAIT:
+        elif self._tracker.pending and used - limit < MAX_CHARACTER_WAIT:
             self._waited = True
             return ()
-        fits = self._waited or used + len(self._closing_ids) <= self._budget
+        fits = self._waited or budget is None or used + len(self._closing_ids) <= budget
         closing, self._closing_ids = (self._closing_ids if fits else ()), ()
-        self._limit, self._grace_start = self._budget, self._budget - grace_tokens(self._budget)
-        return self._inject(closing, ThinkingEndReason.BUDGET) + self._force_close(ThinkingEndReason.BUDGET)
+        self._set_budget(budget)
+        return self._inject(closing, cause) + self._force_close(cause)
+
+    def _set_budget(self, budget: int | None) -> None:
+        """Closing words that are still to come are part of the budget, if it has room for them."""
+        self._budget = budget
+        if budget is None:
+            self._limit = self._grace_start = inf
+            return
+        if budget < len(self._closing_ids):
+            self._closing_ids = ()
+        self._limit = budget - len(self._closing_ids)
+        self._grace_start = self._limit - grace_tokens(budget)
+
+    def _check_enforceable(self, field: str) -> None:
+        if not self._force_ids:
+            raise UnsupportedError(field, "thinking of this model cannot be ended from outside")
 
     def _force_close(self, cause: ThinkingEndReason) -> tuple[int, ...]:
         held = self._tracker.held_ids

@@ -5,11 +5,13 @@ Knows nothing about tokens: enforcing the policy is `control.branch`'s work.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
-from thinkfold.errors import ParameterError, UnsupportedError
+from thinkfold.errors import ConflictError, ParameterError, UnsupportedError
 from thinkfold.thinking.families import Family
 from thinkfold.types import EFFORT_BUDGETS, UNLIMITED, ThinkingParams, ThinkingPolicy
+from thinkfold.types.checks import integer
 
 RESERVE_FROM_MAX_TOKENS = 1024
 MIN_ANSWER_RESERVE = 512
@@ -66,6 +68,21 @@ def answer_reserve(max_tokens: int) -> int:
     if max_tokens < RESERVE_FROM_MAX_TOKENS:
         return 0
     return min(max(max_tokens // 10, MIN_ANSWER_RESERVE), MAX_ANSWER_RESERVE)
+
+
+def changed_policy(policy: ThinkingPolicy, budget: int, max_tokens: int) -> ThinkingPolicy:
+    """`policy` with another budget for a response that runs; -1 is no limit, the answer keeps its reserve.
+
+    Raises ParameterError, and ConflictError where thinking is off.
+    """
+    integer("budget", budget, UNLIMITED)
+    if not policy.enabled:
+        raise ConflictError("thinking is off in this response, it has no budget")
+    if budget == UNLIMITED:
+        return replace(policy, budget=None, source="control", answer_reserve=0)
+    reserve = answer_reserve(max_tokens)
+    limit = min(budget, max_tokens - reserve) if reserve else budget
+    return replace(policy, budget=limit, source="control", answer_reserve=reserve)
 
 
 def grace_tokens(budget: int) -> int:

@@ -17,6 +17,12 @@ class Outbox:
     token_ids: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     changed: bool = False
+    discarded: bool = False
+
+    def discard(self) -> None:
+        """Nothing of the branch is kept."""
+        self.reasoning, self.text, self.token_ids, self.segments = [], [], [], []
+        self.changed = self.discarded = True
 
     def write(self, phase: Phase, text: str) -> None:
         """Add printable text."""
@@ -54,6 +60,7 @@ class Outbox:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             thinking_end_reason=thinking_end_reason,
+            discarded=self.discarded,
         )
         self.reasoning, self.text, self.token_ids, self.segments, self.changed = [], [], [], [], False
         return output

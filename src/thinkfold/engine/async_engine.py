@@ -14,11 +14,13 @@ from thinkfold.config import EngineConfig
 from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.build import build_core
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
+from thinkfold.engine.commands import Order
+from thinkfold.engine.controls import Controls
 from thinkfold.engine.language import load_language
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
 from thinkfold.engine.stream import OutputStream
-from thinkfold.errors import EngineDeadError, ParameterError, QueueFullError
+from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, QueueFullError
 from thinkfold.fold import selectors
 from thinkfold.runner.loader import pick_device
 from thinkfold.text.prompts import PromptRenderer
@@ -44,10 +46,11 @@ class Health:
     reason: str = ""
 
 
-class AsyncEngine:
+class AsyncEngine(Controls):
     """One model, served to many requests at once. Build it with `await AsyncEngine.start(config)`."""
 
     def __init__(self, config: EngineConfig, prompts: PromptRenderer, family: Family | None) -> None:
+        super().__init__()
         self.config = config
         self.prompts = prompts
         self.family = family
@@ -61,6 +64,7 @@ class AsyncEngine:
         self.ended = asyncio.Event()  # set when the engine will not answer again
         self._streams: dict[str, OutputStream] = {}
         self._branches: dict[str, int] = {}
+        self._owners: dict[str, tuple[str, ...]] = {}  # namespaces of requests whose stream is open
         self._stats = EngineStats()
         self._last_event = time.monotonic()
         self._ids = itertools.count()
@@ -126,6 +130,7 @@ class AsyncEngine:
             raise ParameterError("request_id", f"{request.request_id!r} is running already")
         stream = self._streams[request.request_id] = OutputStream()
         self._branches[request.request_id] = request.sampling.n
+        self._owners[request.request_id] = namespace
         finished = False
         try:
             self._send(request)
@@ -134,7 +139,7 @@ class AsyncEngine:
                 finished = output.finished
                 yield output.copied(choices)
         finally:
-            del self._streams[request.request_id]
+            del self._streams[request.request_id], self._owners[request.request_id]
             if not finished and self._dead is None:
                 self._send(Abort(request.request_id))
             else:
@@ -144,6 +149,11 @@ class AsyncEngine:
         """What a request that asks for `fold` gets. Raises ParameterError, UnsupportedError."""
         thinks = self.family is not None
         return resolve_fold(fold, config=self.config, thinks=thinks, selectors=self._selectors)
+
+    def check_owner(self, request_id: str, namespace: tuple[str, ...]) -> None:
+        """Raise NotFoundError unless the request runs and was started with that namespace."""
+        if self._owners.get(request_id) != namespace:
+            raise NotFoundError(f"there is no running response {request_id!r:.100}")
 
     async def abort(self, request_id: str) -> None:
         """End a running request; its stream gets a final output. Unknown ids are ignored."""
@@ -226,7 +236,7 @@ class AsyncEngine:
         if unfinished and unfinished + branches > self.config.max_num_seqs + self.config.max_waiting:
             raise QueueFullError(retry_after=min(60.0, 1.0 + unfinished / self.config.max_num_seqs))
 
-    def _send(self, command: EngineRequest | Abort) -> None:
+    def _send(self, command: EngineRequest | Abort | Order) -> None:
         if self._client is None or self._dead is not None:
             raise EngineDeadError(self._dead or "the engine is not started")
         if isinstance(command, EngineRequest) and len(self._branches) == 1:
@@ -257,12 +267,14 @@ class AsyncEngine:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
                     stream.put(output)
+            self._hear(event.answers)
 
     def _die(self, reason: str) -> None:
         if self._dead is None:
             self._dead = reason or "the engine was stopped"
             for stream in self._streams.values():
                 stream.fail(EngineDeadError(self._dead))
+            self._fail_calls(EngineDeadError(self._dead))
             self._branches.clear()
         self.ended.set()
         self._ready.set()

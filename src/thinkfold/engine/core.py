@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from thinkfold.control.branch import BranchControl
 from thinkfold.engine.costs import CostMeter
 from thinkfold.engine.messages import EngineStats
-from thinkfold.errors import RequestFailedError
+from thinkfold.engine.orders import Orders
+from thinkfold.engine.running import Running
+from thinkfold.errors import NotFoundError, RequestFailedError
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.output import StepPlan, StepResult
@@ -26,12 +28,9 @@ from thinkfold.types import (
     CompletionOutput,
     EngineRequest,
     FinishReason,
-    Fold,
     FoldMode,
     Phase,
     RequestOutput,
-    TokenLogprobs,
-    TokenStats,
 )
 
 
@@ -40,24 +39,6 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Any: ...
     def collect(self, pending: Any) -> StepResult: ...
-
-
-@dataclass(slots=True)
-class _Running:
-    """One accepted request: its branches, their controls and its bill."""
-
-    request: EngineRequest
-    branches: list[Branch]
-    controls: list[BranchControl]
-    meter: CostMeter
-    notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]] = field(default_factory=dict)
-    folds: dict[int, list[Fold]] = field(default_factory=dict)  # news by branch
-    told: set[int] = field(default_factory=set)  # branches whose last output has been handed out
-    error: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        return len(self.told) == len(self.branches)
 
 
 class EngineCore:
@@ -79,19 +60,31 @@ class EngineCore:
         self._page_bytes = page_bytes
         self._depth = pipeline_depth
         self._clock = clock
-        self._requests: dict[str, _Running] = {}
+        self._requests: dict[str, Running] = {}
         self._inflight: deque[tuple[StepPlan, Any]] = deque()
         self._arrivals = 0
         self._last_tick = clock()
         self._outputs: list[RequestOutput] = []
-        self._touched: dict[str, _Running] = {}
+        self._touched: dict[str, Running] = {}
+        self.orders = Orders(self)
         self._stats = EngineStats(pages_total=scheduler.kv.num_pages)
         self._reasons: Counter[str] = Counter()
         self._thinking_reasons: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._inflight)
+        """Whether a step may change anything; paused requests change nothing by themselves."""
+        unfinished = self._inflight or self._touched or self._outputs
+        return bool(unfinished) or any(not running.idle for running in self._requests.values())
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether somebody waits for an end, paused requests included."""
+        return bool(self._requests)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request; if it cannot be prepared, it alone ends with an error."""
@@ -116,9 +109,9 @@ class EngineCore:
         self._arrivals += count
         meter = CostMeter(len(request.prompt_token_ids), self._scheduler.kv.page_size, self._page_bytes)
         meter.costs.queue_s = max(0.0, self._clock() - request.arrival_time) if request.arrival_time else 0.0
-        running = _Running(request, branches, controls, meter)
-        if not self._requests:
-            self._last_tick = self._clock()
+        running = Running(request, branches, controls, meter)
+        if not self.has_work:
+            self.tick()
         self._requests[request.request_id] = running
         self._scheduler.add(branches)
 
@@ -134,7 +127,18 @@ class EngineCore:
         running = self._requests.get(request_id)
         if running is not None:
             for branch in running.branches:
-                self._finish(running, branch, FinishReason.ABORT)
+                self.end(running, branch, FinishReason.ABORT)
+
+    def find(self, request_id: str) -> Running:
+        """A request that has not ended. Raises NotFoundError."""
+        running = self._requests.get(request_id)
+        if running is None or running.finished:
+            raise NotFoundError(f"there is no running response {request_id!r:.100}")
+        return running
+
+    def touch(self, running: Running) -> None:
+        """The request has news, or an end that is to be told."""
+        self._touched[running.request.request_id] = running
 
     def step(self) -> list[RequestOutput]:
         """Launch one step and collect the one that is due; returns the news of all requests.
@@ -150,13 +154,14 @@ class EngineCore:
         if due:
             self._collect(*self._inflight.popleft())
         outputs = self._drain()
-        if self._requests and not (plan or due or outputs):
+        self.orders.retry()
+        if not (plan or due or outputs) and any(not running.idle for running in self._requests.values()):
             raise RuntimeError(f"{len(self._requests)} requests are left and none can run")
         return outputs
 
     def _collect(self, plan: StepPlan, pending: Any) -> None:
         result = self._runner.collect(pending)
-        self._tick()  # the time of this step belongs to what requests were doing in it
+        self.tick()  # the time of this step belongs to what requests were doing in it
         folds = self._scheduler.folds
         for fold_id, error in result.fold_errors:
             folds.judge(fold_id, error)
@@ -172,13 +177,13 @@ class EngineCore:
             if wanted and branch.status is not BranchStatus.FINISHED:  # a sibling may have failed a line above
                 self._accept(self._requests[branch.request.request_id], branch, result, index)
 
-    def _accept(self, running: _Running, branch: Branch, result: StepResult, index: int) -> None:
+    def _accept(self, running: Running, branch: Branch, result: StepResult, index: int) -> None:
         """One drawn token of a live branch: ask its control, then update the branch."""
-        self._touched[running.request.request_id] = running
+        self.touch(running)
         token = result.token_ids[index]
         if token < 0:
             running.error = running.error or f"choice {branch.index}: the model's logits are not finite"
-            self._finish(running, branch, FinishReason.ERROR)
+            self.end(running, branch, FinishReason.ERROR)
             return
         control = running.controls[branch.index]
         try:
@@ -193,14 +198,14 @@ class EngineCore:
         if verdict.inject or verdict.token_id != token:
             position = len(branch.token_ids) - 1
             branch.token_ids += verdict.inject
-            self._discard(running, branch)
+            self.discard(running, branch)
             branch.drop_inflight()
             if verdict.token_id != token:
                 self._scheduler.rewind(branch, position)
         if verdict.finish is not None:
-            self._end(running, branch)
+            self.end(running, branch)
 
-    def _note(self, running: _Running, branch: Branch, result: StepResult, index: int, phase: Phase | None) -> None:
+    def _note(self, running: Running, branch: Branch, result: StepResult, index: int, phase: Phase | None) -> None:
         logprobs, stats = running.notes.setdefault(branch.index, ([], []))
         stats.append(result.stats[index])
         entry = result.logprobs[index]
@@ -216,7 +221,7 @@ class EngineCore:
             if branch.error is not None:
                 self._fail(running, branch, branch.error)
             elif branch.steering.finish_reason is not None:
-                self._end(running, branch)
+                self.end(running, branch)
         self._scheduler.ended.clear()
 
     def _sweep_folds(self) -> None:
@@ -226,36 +231,35 @@ class EngineCore:
             if running is not None:
                 running.folds.setdefault(branch.index, []).append(fold)
                 running.meter.count_fold(fold)
-                self._touched[running.request.request_id] = running
+                self.touch(running)
         self._scheduler.folds.done.clear()
 
-    def _fail(self, running: _Running, branch: Branch, error: Exception) -> None:
+    def _fail(self, running: Running, branch: Branch, error: Exception) -> None:
         """The control of a branch has raised: its request ends."""
         running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
         for each in running.branches:
-            self._finish(running, each, FinishReason.ERROR)
+            self.end(running, each, FinishReason.ERROR)
 
-    def _finish(self, running: _Running, branch: Branch, reason: FinishReason) -> None:
-        """End a branch from outside; held text is flushed by its control."""
+    def end(self, running: Running, branch: Branch, reason: FinishReason | None = None) -> None:
+        """A branch has ended, with `reason` from outside: then its control flushes held text."""
         if branch.status is BranchStatus.FINISHED:
             return
-        try:
-            running.controls[branch.index].finish(reason)
-        except Exception as error:
-            running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
-        self._end(running, branch)
-
-    def _end(self, running: _Running, branch: Branch) -> None:
-        self._touched[running.request.request_id] = running
-        self._discard(running, branch)
+        if reason is not None:
+            try:
+                running.controls[branch.index].finish(reason)
+            except Exception as error:
+                running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
+        self.touch(running)
+        self.discard(running, branch)
         self._scheduler.finish(branch)
 
-    def _discard(self, running: _Running, branch: Branch) -> None:
-        """Tokens of a branch that are in flight will not be used."""
-        running.meter.costs.discarded_tokens += branch.inflight
-        self._stats.discarded_tokens += branch.inflight
+    def discard(self, running: Running, branch: Branch, tokens: int = 0) -> None:
+        """Tokens of a branch that are in flight will not be used, nor `tokens` of its output."""
+        running.meter.costs.discarded_tokens += branch.inflight + tokens
+        self._stats.discarded_tokens += branch.inflight + tokens
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Charge the time since the last call to what requests have been doing."""
         now = self._clock()
         seconds, self._last_tick = now - self._last_tick, now
         for running in self._requests.values():
@@ -271,11 +275,12 @@ class EngineCore:
                 outputs.append(self._output(running, news, finished))
             if finished:
                 self._close(running)
+                self.orders.close(request_id)
                 del self._requests[request_id]
                 self._touched.pop(request_id, None)
         return outputs
 
-    def _take(self, running: _Running, branch: Branch) -> CompletionOutput | None:
+    def _take(self, running: Running, branch: Branch) -> CompletionOutput | None:
         """The news of a branch; when it has ended, one last output says so whatever its control does."""
         index, output = branch.index, None
         if index in running.told:
@@ -298,9 +303,10 @@ class EngineCore:
             output.logprobs, output.stats = running.notes.pop(index)
         return output
 
-    def _output(self, running: _Running, news: list[CompletionOutput], finished: bool) -> RequestOutput:
-        thinking = sum(c.num_thinking_tokens for c in running.controls)
-        output = sum(c.num_output_tokens for c in running.controls)
+    def _output(self, running: Running, news: list[CompletionOutput], finished: bool) -> RequestOutput:
+        kept = [c for c in running.controls if not c.discarded]
+        thinking = sum(c.num_thinking_tokens for c in kept)
+        output = sum(c.num_output_tokens for c in kept)
         costs = running.meter.count_tokens(running.branches, thinking, output)
         return RequestOutput(
             request_id=running.request.request_id,
@@ -313,7 +319,7 @@ class EngineCore:
             error=running.error if finished else None,
         )
 
-    def _close(self, running: _Running) -> None:
+    def _close(self, running: Running) -> None:
         stats, costs = self._stats, running.meter.costs
         stats.prompt_tokens += costs.prompt_tokens
         stats.computed_prompt_tokens += costs.computed_prompt_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinkfold.scheduler.branch import Branch
+from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.types import Costs, Fold, Phase
 
 
@@ -20,7 +20,7 @@ class CostMeter:
         """`seconds` have passed; charge them to what the request is doing now.
 
         Queue until a branch has run, prefill until the first token, thinking while any
-        branch thinks, answer after that. Pages shared by a fork are charged once.
+        branch thinks, answer after that; paused while all are. Pages shared by a fork are charged once.
         """
         costs = self.costs
         again = _counted_again(branches)
@@ -30,7 +30,9 @@ class CostMeter:
         entries = round(raw - again * self._page_size + summaries)
         costs.kv_byte_seconds += pages * self._page_bytes * seconds
         costs.kv_peak_entries = max(costs.kv_peak_entries, entries)
-        if all(b.highest_computed == 0 for b in branches):
+        if branches and all(b.status is BranchStatus.PAUSED for b in branches):
+            costs.paused_s += seconds
+        elif all(b.highest_computed == 0 for b in branches):
             costs.queue_s += seconds
         elif all(len(b.token_ids) <= b.num_prompt_tokens for b in branches):
             costs.prefill_s += seconds

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from thinkfold.config import EngineConfig
+from thinkfold.engine.commands import Order
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.messages import Abort, Command, Dead, Event, ModelInfo, News, Ready, Stop
 from thinkfold.errors import ParameterError
@@ -90,17 +91,23 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
                 return
             if isinstance(command, Abort):
                 core.abort(command.request_id)
+            elif isinstance(command, Order):
+                core.orders.give(command)
             else:
                 core.add(command)
         if core.has_work or commands:
             mail.add(core.step())
             now = time.monotonic()
-            if not core.has_work or mail.due(now):
-                send(News(mail.take(now), core.stats()))
+            answers = core.orders.take()
+            if answers or not core.has_work or mail.due(now):
+                send(News(mail.take(now), core.stats(), answers))
             idle_checked = False
-        elif not idle_checked:
-            core.check_integrity()
-            idle_checked = True
+        else:
+            if core.has_requests:  # all paused: nothing happens, and all is well
+                send(News([], core.stats()))
+            if not idle_checked:
+                core.check_integrity()
+                idle_checked = True
 
 
 def _commands(inbox: Inbox, *, wait: bool) -> list[Command]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from thinkfold.engine.commands import Answer, Order
 from thinkfold.errors import ParameterError
 from thinkfold.types import EngineRequest, RequestOutput
 
@@ -93,7 +94,7 @@ class Stop:
     """End the core; running requests are aborted."""
 
 
-Command = EngineRequest | Abort | Stop
+Command = EngineRequest | Abort | Order | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class News:
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    answers: list[Answer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

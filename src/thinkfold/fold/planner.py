@@ -137,6 +137,11 @@ class FoldPlanner:
         span.error, span.pressed = None, pressed
         span.commit_at = position if pressed else span.due + COMMIT_LAG
 
+    def withdraw(self, span: Span) -> None:
+        """The judged span's estimate is void: it may be judged again."""
+        self._book.reopen(span)
+        span.error, span.pressed, span.forced = None, False, False
+
     def give_up(self, span: Span) -> None:
         """The judged span stays raw."""
         self._book.refuse(span)

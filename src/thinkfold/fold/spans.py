@@ -90,6 +90,13 @@ class SpanBook:
         span.state = SpanState.PREPARED
         self.prepared.append(span)
 
+    def reopen(self, span: Span) -> None:
+        """The span is not judged after all."""
+        self._take(span)
+        span.state = SpanState.CLOSED
+        insort(self.closed, span, key=_start)
+        self._old, self._old_end = [], 0  # it may have left the heap
+
     def refuse(self, span: Span) -> None:
         """The span stays raw."""
         self._take(span)

@@ -34,6 +34,7 @@ class BranchStatus(Enum):
     BEHIND_TRUNK = auto()  # waits for the prompt of branch 0 to be computed
     WAITING = auto()
     RUNNING = auto()
+    PAUSED = auto()  # holds what it has and waits for a word from outside
     FINISHED = auto()
 
 
@@ -62,6 +63,7 @@ class Branch:
     stale_counts: bool = True  # the runner's penalty counts must be rebuilt
     ban_eos: bool = False  # the next draw may not end the response
     error: Exception | None = None
+    stored: bool = False  # the queries that judge its folds wait under its order, it has no slot
     preemptions: int = 0
     recomputed_tokens: int = 0
     swapped_pages: float = 0.0  # to the host and back

@@ -133,6 +133,14 @@ class FoldDesk:
         self.work.dropped += mine
         self._committed = {i: owner for i, owner in self._committed.items() if owner is not branch}
 
+    def withdraw(self, branch: Branch) -> None:
+        """The branch stops for a while: what others would wait for is not folded now."""
+        for fold_id, (owner, planner, span) in list(self._prepared.items()):
+            if owner is branch and span.pressed:
+                del self._prepared[fold_id]
+                self.work.dropped.append(fold_id)
+                planner.withdraw(span)
+
     def take(self) -> MemoryWork:
         """The memory work of the step being planned, with the manager's copies."""
         work, self.work = self.work, MemoryWork()

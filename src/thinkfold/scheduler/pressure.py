@@ -9,6 +9,7 @@ from thinkfold.errors import CapacityError
 from thinkfold.kv.manager import KVManager
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.folding import FoldDesk
+from thinkfold.scheduler.parking import Parking
 
 
 class PressureLadder:
@@ -31,22 +32,26 @@ class PressureLadder:
         self._folds = folds
         self._running = running
         self._waiting = waiting
-        self._free_slots = free_slots
         self._ended = ended
         self.taken: Counter[str] = Counter()
+        self.parking = Parking(kv, folds, running, waiting, free_slots, self.taken)
 
     def make_room(self, branch: Branch, count: int, planned: Mapping[int, int], *, stuck: bool) -> bool:
         """Climb the pressure ladder by one rung for `branch`; True if it may ask for its pages again.
 
-        Idle cached pages are gone already. Rungs: fold or offload, swap, preempt; with nobody left to give way,
-        fold what the gate has refused; then the branch itself ends.
+        Idle cached pages are gone already. Rungs: what is parked, fold or offload, swap, preempt; with nobody
+        left to give way, fold what the gate has refused; then the branch itself ends.
         """
         if self._kv.num_available + self._kv.num_returning >= self._kv.pages_needed(branch.table, count):
             return False  # pages of a step in flight are on their way
+        if self.parking.reclaim(forget=False):
+            return True
         if self._folds.pressing:
             return False
         if self.fold(self._running, planned):
             return False
+        if self.parking.reclaim(forget=True):
+            return True
         victim = self._running[-1]
         if victim is branch and len(self._running) == 1:
             return self._alone(branch, planned, stuck=stuck)
@@ -88,37 +93,22 @@ class PressureLadder:
         """Take a branch off the device; its tokens are kept and recomputed later."""
         self._leave(branch)
         self.taken["preempt"] += 1
-        self._folds.forget(branch)
-        self._kv.free(branch.table)
-        branch.num_computed_tokens = 0
-        if branch.folding is not None:
-            branch.folding.restart()
+        self.parking.forget(branch)
 
     def _swap_out(self, branch: Branch) -> bool:
         """Move a running branch to the host; False if the host has no room for it."""
         if not self._kv.host_pages or not self._kv.swap_out(branch.table):
             return False
-        self._folds.work.queries_out.append((branch.slot, branch.order))
+        self.parking.store_queries(branch)
         self._leave(branch)
         self.taken["swap"] += 1
-        self.count_swap(branch)
+        self.parking.count_swap(branch)
         return True
 
     def _leave(self, branch: Branch) -> None:
         """A running branch gives way: it is first in the queue to come back."""
         self._running.remove(branch)
-        self.release_slot(branch)
+        self.parking.release_slot(branch)
         branch.preemptions += 1
         branch.status = BranchStatus.WAITING
         self._waiting.appendleft(branch)
-
-    def count_swap(self, branch: Branch) -> None:
-        """The branch's memory went to the host or came back."""
-        table = branch.table
-        blocks = sum(map(self._kv.pages_for, table.summary.lengths))
-        branch.swapped_pages += self._kv.pages_for(table.kv_len) + blocks / self._kv.num_heads
-
-    def release_slot(self, branch: Branch) -> None:
-        """The branch's place in the runner's state is free."""
-        self._free_slots.append(branch.slot)
-        branch.slot = -1

@@ -65,6 +65,8 @@ class Scheduler:
         self.waiting: deque[Branch] = deque()
         self.running: list[Branch] = []  # by arrival
         self._ladder = PressureLadder(kv, self.folds, self.running, self.waiting, self._free_slots, self.ended)
+        self.parking = self._ladder.parking
+        self._short = False  # the branch that was to be admitted found no memory
         self._used_slots: set[int] = set()  # slots that may hold a former branch's summaries and queries
         self.prefix_queried_tokens = 0
         self.prefix_hit_tokens = 0
@@ -126,8 +128,11 @@ class Scheduler:
                 rows.append(row)
                 budget -= row.num_tokens
         while budget > 0 and self.waiting and self._free_slots:
+            self._short = False
             row = self._admit(self.waiting[0], budget)
             if row is None:
+                if self._short and not self.kv.num_returning and self.parking.reclaim(forget=not self.running):
+                    continue
                 break
             rows.append(row)
             budget -= row.num_tokens
@@ -160,12 +165,13 @@ class Scheduler:
             self._admission.learn(branch, [b for b in self.running if b is not branch])
         if branch.status is BranchStatus.RUNNING:
             self.running.remove(branch)
-            self._ladder.release_slot(branch)
+            self.parking.release_slot(branch)
         elif branch.status is BranchStatus.WAITING:
             self.waiting.remove(branch)
+        elif branch.status is BranchStatus.PAUSED:
+            self.parking.remove(branch)
         self.folds.forget(branch)
-        if branch.table.swapped:
-            self.folds.work.queries_dropped.append(branch.order)
+        self.parking.drop_queries(branch)
         self.kv.free(branch.table)
         branch.drop_inflight()
         branch.status = BranchStatus.FINISHED
@@ -175,6 +181,25 @@ class Scheduler:
         """All branches that hold or may hold memory."""
         yield from self.running
         yield from self.waiting
+        yield from self.parking.branches
+
+    def settle(self, branch: Branch) -> None:
+        """Forget what is in flight of a branch that waits for it: its next draw is that one again."""
+        if branch.inflight:
+            branch.drop_inflight()
+            self.rewind(branch, len(branch.token_ids) - 1)
+
+    def pause(self, branch: Branch) -> None:
+        """Stop a branch, with what it holds, until `resume`. One behind its trunk goes on alone."""
+        self.settle(branch)
+        if branch.status is BranchStatus.BEHIND_TRUNK:
+            for trunk in self.branches():
+                trunk.children = [child for child in trunk.children if child is not branch]
+        self.parking.pause(branch)
+
+    def resume(self, branch: Branch) -> None:
+        """The paused branch is first in the queue to run again."""
+        self.parking.resume(branch)
 
     def rewind(self, branch: Branch, position: int) -> None:
         """Compute the token at `position` (logical) again: its id has changed."""
@@ -207,7 +232,7 @@ class Scheduler:
             return None
         if self._admission is not None and not self._admission.admits(branch, self.running, self.kv.usage()):
             return None
-        row = self._readmit(branch, budget) if branch.table.swapped else self._start(branch, budget)
+        row = self._readmit(branch, budget) if branch.num_computed_tokens else self._start(branch, budget)
         if branch.status is BranchStatus.WAITING and not self.folds.pressing:
             givers = [b for b in self.running if b.folding is not None and b.folding.policy.prefer == "fold"]
             self._ladder.fold(givers, self._in_plan)
@@ -225,8 +250,9 @@ class Scheduler:
         if not (fits or not self.running) or not kv.allocate(branch.table, count, PageClass.PROMPT):
             branch.num_computed_tokens = 0
             kv.free(branch.table)
+            self._short = True
             return None
-        if branch.preemptions == 0:
+        if branch.highest_computed == 0:
             branch.cached_tokens = found
             self.prefix_queried_tokens += branch.num_prompt_tokens
             self.prefix_hit_tokens += found
@@ -235,13 +261,15 @@ class Scheduler:
         return self._row(branch, count)
 
     def _readmit(self, branch: Branch, budget: int) -> BatchRow | None:
-        """Bring a branch back from the host and go on where it stopped."""
-        if not self.kv.swap_in(branch.table, self._headroom(branch) if self.running else 0):
-            return None
+        """Let a branch go on where it stopped; bring it back from the host if it is there."""
+        if branch.table.swapped:
+            if not self.kv.swap_in(branch.table, self._headroom(branch) if self.running else 0):
+                self._short = True
+                return None
+            self.parking.count_swap(branch)
         self.waiting.popleft()
         self._run(branch)
-        self.folds.work.queries_in.append((branch.order, branch.slot))
-        self._ladder.count_swap(branch)
+        self.parking.restore_queries(branch)
         return self._continue(branch, budget)
 
     def _headroom(self, branch: Branch) -> int:
@@ -340,7 +368,9 @@ class Scheduler:
         assert not set(slots) & set(self._free_slots), "a free slot is in use"
         assert all(b.status is BranchStatus.RUNNING for b in self.running), "a running branch says it is not"
         assert all(b.status is BranchStatus.WAITING for b in self.waiting), "a waiting branch says it is not"
-        assert all(not b.table.pages for b in self.waiting), "a waiting branch holds pages"
+        assert all(b.num_computed_tokens or not b.table.pages for b in self.waiting), "a waiting branch holds pages"
+        parked = self.parking.branches
+        assert all(b.status is BranchStatus.PAUSED and b.slot < 0 for b in parked), "a parked branch says it is not"
         for branch in self.running:
             folded = branch.folding.folded_tokens if branch.folding else 0
             assert branch.table.kv_len + folded == branch.num_computed_tokens, "entries and tokens disagree"

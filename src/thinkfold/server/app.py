@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from thinkfold.server import chat, completions, errors, health, metrics, models
+from thinkfold.server import chat, completions, control, errors, health, metrics, models
 from thinkfold.server.contract import Engine, EngineSlot
 from thinkfold.server.messages import routes as messages
 from thinkfold.server.messages.errors import error_body as messages_error
@@ -46,7 +46,7 @@ def build_app(
     options = options or ServerOptions()
     responses = ResponseStore(options.response_store_bytes, options.response_ttl_s)
     app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses)
-    for module in (chat, completions, messages, response_routes, models, health, metrics):
+    for module in (chat, completions, messages, response_routes, control, models, health, metrics):
         app.include_router(module.router)
     errors.install(app, {"/v1/messages": messages_error})
     return app

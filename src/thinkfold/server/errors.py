@@ -14,8 +14,11 @@ from starlette.exceptions import HTTPException
 
 from thinkfold.errors import (
     CapacityError,
+    ConflictError,
     EngineDeadError,
+    NotFoundError,
     ParameterError,
+    PositionError,
     QueueFullError,
     RequestFailedError,
     ThinkfoldError,
@@ -58,6 +61,9 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ParameterError, 400, "invalid_request_error", "invalid_value"),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (ResponseNotFoundError, 404, "invalid_request_error", "response_not_found"),
+    (NotFoundError, 404, "invalid_request_error", "not_found"),
+    (PositionError, 409, "invalid_request_error", "invalid_position"),
+    (ConflictError, 409, "invalid_request_error", "conflict"),
     (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (QueueFullError, 429, "rate_limit_error", "queue_full"),
     (RequestFailedError, 500, "server_error", "request_failed"),

@@ -50,8 +50,7 @@ class SharedFields(StrictModel):
     @property
     def namespace(self) -> tuple[str, ...]:
         """Labels that keep prefix-cache entries of different owners apart."""
-        labels = (("salt", self.cache_salt), ("key", self.prompt_cache_key))
-        return tuple(f"{label}={value}" for label, value in labels if value is not None)
+        return namespace_of(self.cache_salt, self.prompt_cache_key)
 
     def draws(self, defaults: Mapping[str, float | int], *more: str) -> dict[str, Any]:
         """What the request says about drawing tokens, and `more` fields of it, in the engine's terms.
@@ -106,6 +105,12 @@ class RequestFields(ThinkingFields, SharedFields):
             logit_bias=_logit_bias(self.logit_bias or {}),
             logprobs=logprobs,
         )
+
+
+def namespace_of(cache_salt: str | None, prompt_cache_key: str | None) -> tuple[str, ...]:
+    """The labels of an owner, in the engine's order."""
+    labels = (("salt", cache_salt), ("key", prompt_cache_key))
+    return tuple(f"{label}={value}" for label, value in labels if value is not None)
 
 
 def check_model(engine: Engine, asked: str | None) -> str:

@@ -107,13 +107,15 @@ class Reply:
             yield choice, news
 
     def _take(self, choice: Choice, news: CompletionOutput) -> None:
+        if news.discarded:
+            choice.runs, choice.logprobs = [], []
         if self._keep_text:
             choice.write(news)
             choice.logprobs += news.logprobs
         choice.segments += news.segments
         choice.folds += news.folds
-        choice.num_output_tokens = news.num_output_tokens
-        choice.num_thinking_tokens = news.num_thinking_tokens
+        choice.num_output_tokens = 0 if news.discarded else news.num_output_tokens
+        choice.num_thinking_tokens = 0 if news.discarded else news.num_thinking_tokens
         choice.finish_reason = news.finish_reason
         choice.stop_reason = news.stop_reason
         choice.thinking_end_reason = news.thinking_end_reason
@@ -164,6 +166,7 @@ def three_costs(costs: Costs) -> dict[str, Any]:
             "copied": costs.copied_tokens,
             "discarded": costs.discarded_tokens,
             "recomputed": costs.recomputed_tokens,
+            "probe": costs.probe_tokens,
         },
         "kv": {
             "byte_seconds": costs.kv_byte_seconds,
@@ -171,7 +174,7 @@ def three_costs(costs: Costs) -> dict[str, Any]:
             "swapped_bytes": costs.swapped_bytes,
             "preemptions": costs.preemptions,
         },
-        "time": {name: getattr(costs, name) for name in ("queue_s", "prefill_s", "thinking_s", "answer_s")},
+        "time": {name: getattr(costs, name) for name in ("queue_s", "prefill_s", "thinking_s", "answer_s", "paused_s")},
         "folds": costs.folds,
         "folds_refused": costs.folds_refused,
         "folded_tokens": costs.folded_tokens,

@@ -80,12 +80,14 @@ class PromptRenderer:
 
         Raises ParameterError for lone surrogates, and for text that cannot fit `limit` tokens.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ParameterError("prompt", f"holds a lone surrogate at character {error.start}") from None
+        _check_unicode("prompt", text)
         self._check_length("prompt", len(text.strip()), limit)
         return self._tokenizer.encode(text).ids
+
+    def encode_more(self, text: str) -> list[int]:
+        """Ids of text that follows other tokens: no BOS. Raises ParameterError for lone surrogates."""
+        _check_unicode("text", text)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_chat(
         self,
@@ -259,3 +261,10 @@ def _longest_token(tokenizer: Tokenizer) -> int | None:
     if spec["model"].get("type") != "BPE" or not whole:
         return None
     return max((len(token) for token in tokenizer.get_vocab()), default=1)
+
+
+def _check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError(field, f"holds a lone surrogate at character {error.start}") from None

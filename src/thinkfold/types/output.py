@@ -66,7 +66,10 @@ class Fold:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """New output of one branch since the previous message; counts are cumulative."""
+    """New output of one branch since the previous message; counts are cumulative.
+
+    `discarded`: the branch was cancelled and nothing of it is kept, what was told before neither.
+    """
 
     index: int
     reasoning: str = ""
@@ -83,6 +86,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     thinking_end_reason: ThinkingEndReason | None = None
+    discarded: bool = False
 
     def copy_for(self, index: int) -> CompletionOutput:
         """The same news as those of choice `index`."""
@@ -91,6 +95,8 @@ class CompletionOutput:
 
     def merge(self, later: CompletionOutput) -> None:
         """Append `later` to self."""
+        if later.discarded:
+            self._clear()
         self.reasoning += later.reasoning
         self.text += later.text
         self.token_ids += later.token_ids
@@ -105,6 +111,11 @@ class CompletionOutput:
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.thinking_end_reason = later.thinking_end_reason
+        self.discarded = later.discarded
+
+    def _clear(self) -> None:
+        self.reasoning = self.text = ""
+        self.token_ids, self.logprobs, self.stats, self.segments, self.folds = [], [], [], [], []
 
 
 @dataclass(slots=True)
@@ -114,7 +125,8 @@ class Costs:
     `computed_prompt_tokens` includes what a preemption computes again; `copied_tokens` are output tokens
     of greedy choices that were computed once, for another choice. Times in seconds;
     `kv_byte_seconds` is bytes of KV pages held integrated over time, `kv_peak_entries` the most
-    entries held at once (a summary counts with its mean over layers and heads).
+    entries held at once (a summary counts with its mean over layers and heads). `probe_tokens`
+    were computed on the side, asked for and drawn ones; `paused_s` is no time of any phase.
     """
 
     prompt_tokens: int = 0
@@ -132,6 +144,8 @@ class Costs:
     folds_refused: int = 0
     folded_tokens: int = 0
     swapped_bytes: int = 0
+    probe_tokens: int = 0
+    paused_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
     thinking_s: float = 0.0
@@ -160,7 +174,7 @@ class RequestOutput:
             else:
                 self.outputs.append(output)
         self.outputs.sort(key=lambda o: o.index)
-        self.costs = later.costs
+        self.policy, self.fold, self.costs = later.policy, later.fold, later.costs
         self.finished = later.finished
         self.error = later.error or self.error
 

@@ -26,5 +26,6 @@ class ThinkingEndReason(StrEnum):
 
     NATURAL = "natural"  # the model wrote its end marker
     BUDGET = "budget"  # the budget was spent
+    CONTROL = "control"  # somebody ended it from outside
     EOS = "eos"  # the model sampled EOS inside thinking and the engine closed it
     UNCLOSED = "unclosed"  # the response ended while thinking was open

@@ -72,11 +72,12 @@ class ThinkingParams:
 class ThinkingPolicy:
     """The effective thinking policy of one request, as echoed to the user.
 
-    `budget` None means no limit. `source` says which input decided.
+    `budget` None means no limit. `source` says which input decided (`control`: it was
+    changed while the response ran).
     """
 
     enabled: bool
     budget: int | None
-    source: Literal["thinking_token_budget", "reasoning_effort", "default", "disabled", "no_thinking_model"]
+    source: Literal["thinking_token_budget", "reasoning_effort", "default", "disabled", "no_thinking_model", "control"]
     answer_reserve: int = 0
     eos_in_thinking: Literal["close", "stop"] = "close"

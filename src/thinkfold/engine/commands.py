@@ -1,0 +1,64 @@
+"""What may be asked of a running request, as plain serialisable values, and the core's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from thinkfold.types import ThinkingEndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """`call` names the answer. `choice` None means every choice that has not ended."""
+
+    call: int
+    request_id: str
+    choice: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Order):
+    """Stop with everything that is held, until `Resume`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(Order):
+    """Go on after `Pause`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Order):
+    """End now. Without `keep_partial` nothing is kept and all tokens count as discarded."""
+
+    keep_partial: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndThinking(Order):
+    """Close thinking now by the budget's own way; `reason` is what the response will say."""
+
+    reason: ThinkingEndReason = ThinkingEndReason.CONTROL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetBudget(Order):
+    """Another thinking budget for all choices; -1 is no limit."""
+
+    budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inject(Order):
+    """Append tokens that the model has not drawn."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of the order `call`: a value, or the error to raise."""
+
+    call: int
+    value: Any = None
+    error: Exception | None = None

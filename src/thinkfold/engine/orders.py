@@ -1,0 +1,164 @@
+"""Does what is asked of running requests, between two steps of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from thinkfold.control.budget import changed_policy
+from thinkfold.engine.commands import Answer, Cancel, EndThinking, Inject, Order, Pause, Resume, SetBudget
+from thinkfold.engine.running import Running
+from thinkfold.errors import ConflictError, NotFoundError, ThinkfoldError
+from thinkfold.scheduler.branch import Branch, BranchStatus
+from thinkfold.scheduler.scheduler import Scheduler
+from thinkfold.types import FinishReason
+
+
+class Requests(Protocol):
+    """The core, as orders see it."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+    def find(self, request_id: str) -> Running:
+        """Raises NotFoundError."""
+        ...
+
+    def tick(self) -> None:
+        """Charge the time until now to what requests have been doing."""
+        ...
+
+    def touch(self, running: Running) -> None:
+        """It has news, or its end is to be told."""
+        ...
+
+    def discard(self, running: Running, branch: Branch, tokens: int = 0) -> None:
+        """Count what is in flight as discarded, and `tokens` more."""
+        ...
+
+    def end(self, running: Running, branch: Branch, reason: FinishReason | None = None) -> None:
+        """The branch has ended; with `reason`, from outside."""
+        ...
+
+
+class NotYet(Exception):
+    """An order must wait for a token."""
+
+
+class Orders:
+    """Every order gets one answer, at once or after a few steps."""
+
+    def __init__(self, core: Requests) -> None:
+        self._core = core
+        self._waiting: list[Order] = []
+        self._answers: list[Answer] = []
+        self._actions: dict[type[Order], Callable[[Running, Any], Any]] = {
+            Pause: self._pause,
+            Resume: self._resume,
+            Cancel: self._cancel,
+            EndThinking: self._end_thinking,
+            SetBudget: self._set_budget,
+            Inject: self._inject,
+        }
+
+    def give(self, order: Order) -> None:
+        """Do it, or keep it for later."""
+        try:
+            running = self._core.find(order.request_id)
+            value = self._actions[type(order)](running, order)
+        except NotYet:
+            self._waiting.append(order)
+        except ThinkfoldError as error:
+            self._answers.append(Answer(order.call, error=error))
+        else:
+            self._core.touch(running)
+            self._answers.append(Answer(order.call, value))
+
+    def retry(self) -> None:
+        """Orders that had to wait are tried again."""
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            self.give(order)
+
+    def take(self) -> list[Answer]:
+        """Answers since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _pause(self, running: Running, order: Pause) -> None:
+        branches = [b for b in running.live(order.choice) if b.status is not BranchStatus.PAUSED]
+        if not branches:
+            raise ConflictError(f"{order.request_id!r} is paused already")
+        self._core.tick()
+        behind_trunk = order.choice is None  # then the trunk is paused, too, and they stay behind it
+        for branch in branches:
+            if branch.status is not BranchStatus.BEHIND_TRUNK or not behind_trunk:
+                self._settle(running, branch)
+                self._core.scheduler.pause(branch)
+
+    def _resume(self, running: Running, order: Resume) -> None:
+        branches = [b for b in running.live(order.choice) if b.status is BranchStatus.PAUSED]
+        if not branches:
+            raise ConflictError(f"{order.request_id!r} is not paused")
+        self._core.tick()
+        for branch in reversed(branches):
+            self._core.scheduler.resume(branch)
+
+    def _cancel(self, running: Running, order: Cancel) -> None:
+        for branch in running.live(order.choice):
+            if not order.keep_partial:
+                control = running.controls[branch.index]
+                control.discard()
+                self._core.discard(running, branch, control.num_output_tokens - branch.inflight)  # `end` counts that
+                running.notes.pop(branch.index, None)
+            self._core.end(running, branch, FinishReason.ABORT)
+
+    def _end_thinking(self, running: Running, order: EndThinking) -> None:
+        failures: list[ThinkfoldError] = []
+        branches = running.live(order.choice)
+        for branch in branches:
+            try:
+                running.controls[branch.index].end_thinking(order.reason)
+            except ConflictError as error:
+                failures.append(error)
+        if len(failures) == len(branches):
+            raise failures[0]
+
+    def _set_budget(self, running: Running, order: SetBudget) -> int | None:
+        if order.choice is not None:
+            raise ConflictError("a budget is one for all choices")
+        request = running.request
+        policy = changed_policy(request.thinking, order.budget, request.sampling.max_tokens or order.budget)
+        branches = running.live(None)
+        for branch in branches:
+            running.controls[branch.index].set_budget(policy.budget)
+        running.request = replace(request, thinking=policy)
+        for branch in running.branches:
+            branch.request = running.request
+        return policy.budget
+
+    def _inject(self, running: Running, order: Inject) -> int:
+        branches = running.live(order.choice)
+        if len(branches) > 1:
+            raise ConflictError(f"{order.request_id!r} has {len(branches)} running choices; name one")
+        branch, control = branches[0], running.controls[branches[0].index]
+        if control.pending:
+            raise NotYet
+        self._settle(running, branch)
+        ids = control.inject(order.token_ids)
+        branch.token_ids += ids
+        branch.stale_counts = True
+        if control.finish_reason is not None:
+            self._core.end(running, branch)
+        return control.num_output_tokens
+
+    def _settle(self, running: Running, branch: Branch) -> None:
+        """Nothing of the branch is in flight after this."""
+        self._core.discard(running, branch)
+        self._core.scheduler.settle(branch)
+
+    def close(self, request_id: str) -> None:
+        """The request has ended: what still waits for it will not be done."""
+        gone = [order for order in self._waiting if order.request_id == request_id]
+        self._waiting = [order for order in self._waiting if order.request_id != request_id]
+        self._answers += [Answer(o.call, error=NotFoundError(f"{request_id!r} has ended")) for o in gone]

@@ -1,0 +1,111 @@
+"""`/v1/thinkfold/responses/{id}/control`: orders to a response that is being written.
+
+The id is that of the reply, as its stream's first chunk tells it; a completion request of several
+prompts has one for each, with `-0`, `-1` … behind it. A response belongs to the namespace of its
+request: to anybody else it is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+
+from thinkfold.errors import ParameterError, UnsupportedError
+from thinkfold.server.body import StrictModel, read_body
+from thinkfold.server.contract import Controllable, Engine
+from thinkfold.server.fields import namespace_of
+from thinkfold.server.state import state_of
+
+router = APIRouter()
+
+Action = Literal["end_thinking", "set_budget", "inject", "pause", "resume", "cancel"]
+
+
+class ControlRequest(StrictModel):
+    """`choice` null means every choice that has not ended. Other fields belong to one action each."""
+
+    action: Action
+    choice: int | None = None
+    budget: int | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None
+    keep_partial: bool | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+
+    def check(self) -> None:
+        """Raise ParameterError for a field of another action."""
+        for name in ("budget", "text", "token_ids", "keep_partial"):
+            if name in self.model_fields_set and name not in _FIELDS.get(self.action, ()):
+                raise ParameterError(name, f"has no meaning for {self.action}")
+
+
+_FIELDS = {"set_budget": ("budget",), "inject": ("text", "token_ids"), "cancel": ("keep_partial",)}
+
+
+@router.post("/v1/thinkfold/responses/{response_id}/control")
+async def control(request: Request, response_id: str) -> dict[str, Any]:
+    state = state_of(request)
+    engine = state.slot.require()
+    body = await read_body(request, ControlRequest, state.options.max_body_bytes)
+    body.check()
+    controls = controllable(engine)
+    controls.check_owner(response_id, namespace_of(body.cache_salt, body.prompt_cache_key))
+    more = await _ACTIONS[body.action](engine, controls, response_id, body)
+    return {"id": response_id, "object": "thinkfold.control", "action": body.action, **more}
+
+
+def controllable(engine: Engine) -> Controllable:
+    """The engine's primitives of control. Raises UnsupportedError where it has none."""
+    if not isinstance(engine, Controllable):
+        raise UnsupportedError("action", "this engine cannot control a running response")
+    return engine
+
+
+async def _end_thinking(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+    await controls.end_thinking(name, body.choice)
+    return {}
+
+
+async def _set_budget(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+    """Null is no limit, as in a request."""
+    if "budget" not in body.model_fields_set:
+        raise ParameterError("budget", "is what set_budget sets; null or -1 is no limit")
+    if body.choice is not None:
+        raise ParameterError("choice", "a budget is one for all choices")
+    return {"budget": await controls.set_budget(name, -1 if body.budget is None else body.budget)}
+
+
+async def _inject(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+    if (body.text is None) == (body.token_ids is None):
+        raise ParameterError("text", "inject takes either text or token_ids")
+    ids = engine.prompts.encode_more(body.text) if body.text is not None else body.token_ids or []
+    return {"output_tokens": await controls.inject(name, ids, body.choice)}
+
+
+async def _pause(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+    await controls.pause(name, body.choice)
+    return {}
+
+
+async def _resume(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+    await controls.resume(name, body.choice)
+    return {}
+
+
+async def _cancel(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+    keep = body.keep_partial is not False
+    await controls.cancel(name, body.choice, keep_partial=keep)
+    return {"keep_partial": keep}
+
+
+_ACTIONS: dict[str, Callable[[Engine, Controllable, str, ControlRequest], Awaitable[dict[str, Any]]]] = {
+    "end_thinking": _end_thinking,
+    "set_budget": _set_budget,
+    "inject": _inject,
+    "pause": _pause,
+    "resume": _resume,
+    "cancel": _cancel,
+}
