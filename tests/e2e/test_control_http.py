@@ -128,7 +128,7 @@ def test_injected_text_is_thought(pebble: Served) -> None:
 
 
 def test_cancel_ends_it(pebble: Served) -> None:
-    with streaming(pebble, n=2) as stream:
+    with streaming(pebble, n=2, temperature=0.6, seed=1) as stream:
         assert stream.until(10).order("cancel", choice=0).status_code == 200
         assert stream.order("cancel", choice=0).status_code == 404
         assert stream.order("cancel", keep_partial=False).json()["keep_partial"] is False
