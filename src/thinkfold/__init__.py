@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from thinkfold.config import EngineConfig
     from thinkfold.engine.async_engine import AsyncEngine
     from thinkfold.llm import LLM
-    from thinkfold.types import FoldParams, RequestOutput, SamplingParams, ThinkingParams
+    from thinkfold.types import FoldParams, Grammar, RequestOutput, SamplingParams, ThinkingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "AsyncEngine",
     "EngineConfig",
     "FoldParams",
+    "Grammar",
     "RequestOutput",
     "SamplingParams",
     "ThinkingParams",
@@ -31,6 +32,7 @@ _HOME = {
     "AsyncEngine": "thinkfold.engine.async_engine",
     "EngineConfig": "thinkfold.config",
     "FoldParams": "thinkfold.types",
+    "Grammar": "thinkfold.types",
     "RequestOutput": "thinkfold.types",
     "SamplingParams": "thinkfold.types",
     "ThinkingParams": "thinkfold.types",

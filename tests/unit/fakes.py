@@ -51,6 +51,9 @@ class FreeRun:
     def must_wait(self, inflight):
         return self.outputs + inflight >= self.length
 
+    def allowed(self):
+        return None
+
     def ban_eos(self, inflight):
         return False
 

@@ -168,6 +168,9 @@ class _Endless:
     def must_wait(self, inflight):
         return False
 
+    def allowed(self):
+        return None
+
     def ban_eos(self, inflight):
         return False
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from thinkfold.control.budget import grace_tokens
+from thinkfold.control.grammar import AnswerGrammar
 from thinkfold.control.outbox import Outbox
 from thinkfold.errors import ConflictError, ParameterError, UnsupportedError
 from thinkfold.text.stop_strings import StopStrings
@@ -27,13 +28,14 @@ class Verdict:
     """What became of one sampled token.
 
     `token_id` is the token that counts (it may replace the sampled one), `inject` follows it
-    and is already accounted. Tokens launched later are void if this injects, replaces or
-    finishes.
+    and is already accounted. Tokens launched later are void if this injects, replaces, finishes
+    or says `redraw`: they were drawn without the answer's grammar.
     """
 
     token_id: int
     inject: tuple[int, ...] = ()
     finish: FinishReason | None = None
+    redraw: bool = False
 
 
 class BranchControl:
@@ -52,11 +54,13 @@ class BranchControl:
         closing_ids: tuple[int, ...] = (),
         min_segment_tokens: int = 1,
         max_segment_tokens: int = 1024,
+        grammar: AnswerGrammar | None = None,
     ) -> None:
         self._sampling = request.sampling
         self._policy = request.thinking
         self._prefilled = request.prompt.prefilled_thinking
         self._vocabulary = vocabulary
+        self._grammar = grammar
         self._unprinted = vocabulary.special_ids | vocabulary.eos_ids
         self._force_ids = family.force_ids if family else ()
         self._tracker = (
@@ -144,6 +148,8 @@ class BranchControl:
         """
         if any(token_id in self._vocabulary.eos_ids for token_id in token_ids):
             raise ParameterError("token_ids", "an end token cannot be injected")
+        if self._grammar is not None and self.phase is not Phase.THINKING:
+            raise ConflictError("tokens cannot be injected: a grammar holds the answer")
         left = self.budget_left if self.phase is Phase.THINKING else None
         room = None if self._sampling.max_tokens is None else self._sampling.max_tokens - self.num_output_tokens
         for name, most in (("thinking budget", left), ("max_tokens", room)):
@@ -162,6 +168,8 @@ class BranchControl:
             return Verdict(token_id, (), self._finish)
         muted = self.num_output_tokens < self._sampling.min_tokens
         thinking = self.phase is Phase.THINKING
+        if self._grammar is not None and not thinking:
+            self._grammar.accept(token_id)
         if self._is_eos(token_id) and not muted and not self._sampling.ignore_eos:
             return self._accept_eos(token_id)
         stops_here = not thinking or self._sampling.stop_in_thinking
@@ -169,9 +177,10 @@ class BranchControl:
             return self._stop_at(token_id, reason=token_id)
         self._account(token_id, silent=self._is_eos(token_id))
         turned = thinking is not (self.phase is Phase.THINKING)
-        self._silent = turned or self._tracker.at_marker or token_id in self._unprinted
+        self._silent = turned or self._tracker.at_marker or self._tracker.stripping or token_id in self._unprinted
         inject = self._inject_due()
-        return Verdict(token_id, inject, self._finish)
+        redraw = self._grammar is not None and thinking and turned
+        return Verdict(token_id, inject, self._finish, redraw)
 
     def injection(self) -> tuple[int, ...]:
         """Tokens to append now instead of sampling, already accounted; () to sample.
@@ -181,18 +190,28 @@ class BranchControl:
         return self._inject_due()
 
     def must_wait(self, inflight: int) -> bool:
-        """True if the budget may bind once `inflight` launched tokens are collected.
+        """True if the budget may bind once `inflight` launched tokens are collected, or a grammar binds now.
 
-        Launching further is then likely to be wasted, never wrong.
+        For a budget launching further is then likely to be wasted, never wrong.
         """
-        if not inflight or self._finish is not None or self.phase is not Phase.THINKING:
+        if not inflight or self._finish is not None:
             return False
+        if self.phase is not Phase.THINKING:
+            return self._grammar is not None  # what may come next depends on the token in flight
         return self._asked is not None or (self._budget is not None and self._used + inflight >= self._grace_start)
 
     def ban_eos(self, inflight: int) -> bool:
         """True if the next token to launch must be neither an end token nor a stop id."""
+        if self._grammar is not None and self.phase is not Phase.THINKING:
+            return False  # the grammar says so itself
         index = self.num_output_tokens + inflight
         return index < self._sampling.min_tokens or index == self._barred_index
+
+    def allowed(self) -> bytes | None:
+        """The tokens that may be drawn next (see `AnswerGrammar`), None for all. With nothing in flight."""
+        if self._grammar is None or self.phase is Phase.THINKING or self._finish is not None:
+            return None
+        return self._grammar.allowed()
 
     def finish(self, reason: FinishReason) -> None:
         """End the branch and release all held text. The first reason stays."""
@@ -324,6 +343,8 @@ class BranchControl:
         if before is Phase.THINKING and self.phase is Phase.ANSWER:
             self._thinking_end = self._end_cause
             self.answer_start = self.num_output_tokens
+            if self._grammar is not None:
+                self._grammar.thinking_ended()
         matched = self._write(pieces, muted=muted)
         if before is not self.phase:
             self._flush_stops(before)

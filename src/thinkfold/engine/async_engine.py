@@ -12,6 +12,7 @@ from typing import Self
 
 from thinkfold.config import EngineConfig
 from thinkfold.control.fold_policy import resolve_fold
+from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.build import build_core
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
 from thinkfold.engine.commands import Order
@@ -29,6 +30,7 @@ from thinkfold.types import (
     EngineRequest,
     FoldParams,
     FoldPolicy,
+    Grammar,
     Phase,
     PromptState,
     RequestOutput,
@@ -54,6 +56,7 @@ class AsyncEngine(Controls):
         self.config = config
         self.prompts = prompts
         self.family = family
+        self._grammars: AnswerGrammars | None = None
         self._model: ModelInfo | None = None
         self._granter: Granter | None = None
         self._client: CoreClient | None = None
@@ -94,6 +97,7 @@ class AsyncEngine(Controls):
         except BaseException:  # the caller may have given up while the model was loading
             await asyncio.to_thread(engine._client.stop)
             raise
+        engine._grammars = AnswerGrammars(language, engine.model.vocab_size)
         engine._watch = asyncio.create_task(engine._watchdog())
         return engine
 
@@ -124,6 +128,8 @@ class AsyncEngine(Controls):
         choices = sampling.n if sampling.temperature == 0.0 else 1  # greedy choices are equal: one is computed
         sampling = replace(sampling, n=1) if choices > 1 else sampling
         request = self._accept(prompt_token_ids, sampling, thinking, self.resolve_fold(fold), namespace)
+        if sampling.grammar is not None:
+            request = await self._with_grammar(request, sampling.grammar)
         if request_id is not None:
             request = replace(request, request_id=request_id)
         if request.request_id in self._branches:  # until the core has told its end
@@ -144,6 +150,12 @@ class AsyncEngine(Controls):
                 self._send(Abort(request.request_id))
             else:
                 self._branches.pop(request.request_id, None)
+
+    async def _with_grammar(self, request: EngineRequest, grammar: Grammar) -> EngineRequest:
+        if self._grammars is None:
+            raise EngineDeadError("the model is not loaded")
+        self._grammars.check_start(request)
+        return replace(request, grammar=await self._grammars.compile(grammar))
 
     def resolve_fold(self, fold: FoldParams | None) -> FoldPolicy:
         """What a request that asks for `fold` gets. Raises ParameterError, UnsupportedError."""
@@ -179,6 +191,8 @@ class AsyncEngine(Controls):
         """End the core; running requests get EngineDeadError."""
         if self._watch is not None:
             self._watch.cancel()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._client is not None:
             await asyncio.to_thread(self._client.stop)
         self._die("the engine was stopped")

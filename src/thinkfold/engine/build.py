@@ -7,6 +7,7 @@ from functools import cache
 
 from thinkfold.config import EngineConfig
 from thinkfold.control.branch import BranchControl
+from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.messages import ModelInfo
@@ -49,6 +50,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         admission=Admission(capacity, config.page_size) if config.admission == "predicted" else None,
     )
 
+    grammars = AnswerGrammars(language, runner.vocab_size)
+
     def make_control(request: EngineRequest, branch: int) -> BranchControl:
         return BranchControl(
             request,
@@ -58,6 +61,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
             closing_ids=language.closing_ids,
             min_segment_tokens=request.fold.numbers.min_segment_tokens,
             max_segment_tokens=request.fold.numbers.max_segment_tokens,
+            grammar=grammars.open(request),
         )
 
     depth = config.pipeline_depth

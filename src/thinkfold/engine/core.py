@@ -195,12 +195,12 @@ class EngineCore:
             return
         self._note(running, branch, result, index, phase)
         branch.token_ids.append(verdict.token_id)
-        if verdict.inject or verdict.token_id != token:
+        if verdict.inject or verdict.redraw or verdict.token_id != token:
             position = len(branch.token_ids) - 1
             branch.token_ids += verdict.inject
             self.discard(running, branch)
             branch.drop_inflight()
-            if verdict.token_id != token:
+            if verdict.token_id != token or not verdict.inject:
                 self._scheduler.rewind(branch, position)
         if verdict.finish is not None:
             self.end(running, branch)

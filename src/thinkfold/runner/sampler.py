@@ -29,7 +29,8 @@ class SamplerInputs(NamedTuple):
     `edits` `[2, E]` and `edit_values` `[E]`: (row, id) logits that a bias is added to;
     `bans` `[2, n]`: (row, id) logits set to -inf; `random_rows` `[N]` rows with temperature > 0,
     `knobs` `[5, N]`: temperature, u, top_p, min_p, top_k; `forced` `[2, F]`: (row, id);
-    `top_rows` rows that want the most likely ids. The rest is `penalties.pack`.
+    `top_rows` rows that want the most likely ids; `masks` `[M, ceil(V / 64)]`: the tokens that
+    `masked_rows` `[M]` may draw, a bit each. The rest is `penalties.pack`.
     """
 
     edits: Tensor
@@ -39,6 +40,8 @@ class SamplerInputs(NamedTuple):
     knobs: Tensor
     forced: Tensor
     top_rows: Tensor
+    masked_rows: Tensor
+    masks: Tensor
     penalty_rows: Tensor
     penalty_slots: Tensor
     penalty_factors: Tensor
@@ -94,8 +97,14 @@ class Sampler:
             np.ascontiguousarray(np.array(knobs, dtype=np.float64).reshape(-1, 5).T).view(np.int64),
             np.array(forced, dtype=np.int64).reshape(-1, 2).T,
             np.array([i for i, s in enumerate(samples) if s.params.logprobs], dtype=np.int64),
+            np.array([i for i, s in enumerate(samples) if s.allowed is not None], dtype=np.int64),
+            self._masks(samples),
             *penalties.pack(samples),
         ]
+
+    def _masks(self, samples: list[SampleRow]) -> IntArray:
+        masks = [np.frombuffer(s.allowed, dtype=np.int64) for s in samples if s.allowed is not None]
+        return np.stack(masks) if masks else np.zeros((0, -(-self._vocab_size // 64)), dtype=np.int64)
 
     def sample(self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Drawn:
         """Draw one token a row from `logits` `[R, V]` (any float dtype, left as they are)."""
@@ -121,7 +130,7 @@ class Sampler:
     def _draw(self, raw: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
         logits = raw
         penalty_inputs = list(inputs[-6:])
-        if inputs.penalty_rows.numel() or inputs.edits.numel() or inputs.bans.numel():
+        if any(part.numel() for part in (inputs.penalty_rows, inputs.edits, inputs.bans, inputs.masked_rows)):
             logits = raw.clone()
         if inputs.penalty_rows.numel():
             self._penalties.apply(logits, penalty_inputs)
@@ -130,6 +139,9 @@ class Sampler:
             logits.index_put_((inputs.edits[0], inputs.edits[1]), bias, accumulate=True)
         if inputs.bans.numel():
             logits[inputs.bans[0], inputs.bans[1]] = -torch.inf
+        if inputs.masked_rows.numel():
+            rows = inputs.masked_rows
+            logits[rows] = logits[rows].masked_fill(~_bits(inputs.masks, self._vocab_size), -torch.inf)
         token_ids = _choose(logits, samples, inputs)
         if inputs.penalty_rows.numel():
             self._penalties.count(penalty_inputs, token_ids)
@@ -149,6 +161,12 @@ def _choose(logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> 
     if inputs.forced.numel():
         token_ids[inputs.forced[0]] = inputs.forced[1]
     return token_ids
+
+
+def _bits(masks: Tensor, count: int) -> Tensor:
+    """The first `count` bits of each row of words, as booleans `[M, count]`."""
+    bits = masks[:, :, None] >> torch.arange(64, device=masks.device) & 1
+    return bits.flatten(1)[:, :count].bool()
 
 
 def _knobs(sample: SampleRow, vocab_size: int) -> tuple[float, float, float, float, float]:

@@ -26,6 +26,7 @@ class Steering(Protocol):
     def injection(self) -> tuple[int, ...]: ...
     def must_wait(self, inflight: int) -> bool: ...
     def ban_eos(self, inflight: int) -> bool: ...
+    def allowed(self) -> bytes | None: ...
 
 
 class BranchStatus(Enum):
@@ -62,6 +63,7 @@ class Branch:
     slot: int = -1
     stale_counts: bool = True  # the runner's penalty counts must be rebuilt
     ban_eos: bool = False  # the next draw may not end the response
+    allowed: bytes | None = None  # the tokens of the next draw, see SampleRow
     error: Exception | None = None
     stored: bool = False  # the queries that judge its folds wait under its order, it has no slot
     preemptions: int = 0

@@ -36,6 +36,7 @@ def sample_row(branch: Branch) -> SampleRow:
         branch=branch.index,
         position=position,
         ban_eos=branch.ban_eos,
+        allowed=branch.allowed,
         forced_token=sampling.forced_tokens[drawn] if drawn < len(sampling.forced_tokens) else None,
         history=history,
     )

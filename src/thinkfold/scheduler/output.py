@@ -15,7 +15,8 @@ class SampleRow:
     `slot` is the branch's place in the runner's per-branch state (0 <= slot < max_num_seqs).
     `position` is the logical position of the drawn token; with (seed, branch) it fixes the
     random number. `history` rebuilds the slot's penalty counts (prompt ids, output ids) when
-    the runner's own incremental counts are stale; None keeps them.
+    the runner's own incremental counts are stale; None keeps them. `allowed` has a bit for each
+    token id that may be drawn (little-endian, whole 64-bit words); None allows all.
     """
 
     slot: int
@@ -25,6 +26,7 @@ class SampleRow:
     position: int
     ban_eos: bool = False
     forced_token: int | None = None
+    allowed: bytes | None = None
     history: tuple[list[int], list[int]] | None = None
 
 

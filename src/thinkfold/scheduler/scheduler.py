@@ -285,6 +285,7 @@ class Scheduler:
                 branch.stale_counts = True
             wait = steering.must_wait(branch.inflight) or all_launched(branch)
             branch.ban_eos = steering.ban_eos(branch.inflight)
+            branch.allowed = None if wait else steering.allowed()
         except Exception as error:  # one request's control must not stop the others
             branch.error = error
         if branch.error is not None or steering.finish_reason is not None:
@@ -345,7 +346,7 @@ class Scheduler:
             self.kv.fork(trunk.table, child.table, shared)
             child.num_computed_tokens = child.highest_computed = shared
             child.cached_tokens = shared
-            child.ban_eos = trunk.ban_eos
+            child.ban_eos, child.allowed = trunk.ban_eos, trunk.allowed
             self._run(child)
             if child.folding is not None:
                 self.folds.work.forks.append((trunk.slot, child.slot))

@@ -133,6 +133,9 @@ class _Script:
     def must_wait(self, inflight: int) -> bool:
         return self.outputs + inflight >= self.length
 
+    def allowed(self) -> None:
+        return None
+
     def ban_eos(self, inflight: int) -> bool:
         return False
 

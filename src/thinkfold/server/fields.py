@@ -12,7 +12,8 @@ from thinkfold.server.contract import Engine
 from thinkfold.server.errors import ModelNotFoundError
 from thinkfold.server.folds import ThinkfoldFields
 from thinkfold.server.policy import ThinkingFields
-from thinkfold.types import FoldParams, SamplingParams
+from thinkfold.server.structured import StructuredOutputs
+from thinkfold.types import FoldParams, Grammar, SamplingParams
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -33,6 +34,7 @@ class SharedFields(StrictModel):
     stream: bool | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     thinkfold: ThinkfoldFields | None = None
 
     @property
@@ -91,6 +93,10 @@ class RequestFields(ThinkingFields, SharedFields):
         """The most tokens of a response."""
         return self.max_tokens
 
+    def grammar(self) -> Grammar | None:
+        """What the answer must match. Raises ParameterError."""
+        return self.structured_outputs.answer_grammar() if self.structured_outputs else None
+
     def sampling_params(self, defaults: Mapping[str, float | int], logprobs: int | None) -> SamplingParams:
         """Checked parameters; `defaults` (the model's own) stand in for what is not given."""
         names = ("n", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -104,6 +110,7 @@ class RequestFields(ThinkingFields, SharedFields):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=_logit_bias(self.logit_bias or {}),
             logprobs=logprobs,
+            grammar=self.grammar(),
         )
 
 

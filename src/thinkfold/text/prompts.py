@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.text.control_tokens import ControlTokens
 from thinkfold.text.messages import ROLES, Markers, Message, normalize, parse_messages
+from thinkfold.text.tool_calls import ToolFormat, find_format
 from thinkfold.text.vocabulary import Vocabulary
 
 _CODE = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
@@ -74,6 +75,18 @@ class PromptRenderer:
     def has_thinking_switch(self) -> bool:
         """Whether the template reads `enable_thinking` or `thinking`."""
         return self._reads("enable_thinking") or self._reads("thinking")
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the tools into the prompt."""
+        return self._reads("tools")
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None if that is not known or special tokens hide it."""
+        found = find_format(self._jinja)
+        hidden = {self._vocabulary.token_bytes(i) for i in self._vocabulary.special_ids}
+        return None if found is None or found.begin.encode() in hidden else found
 
     def encode_text(self, text: str, *, limit: int | None = None) -> list[int]:
         """Ids of raw text. Control tokens in it count as such; BOS as the tokenizer adds it.
@@ -159,6 +172,7 @@ class PromptRenderer:
 
     def _render(self, messages: list[Message], tools: Any, switches: dict[str, Any]) -> str:
         values = [self._template_values(m) for m in messages]
+        tools = None if tools is None else self._escape(tools)
         try:
             return self._template.apply_chat_template(
                 values, tools=tools, tokenize=False, add_generation_prompt=True, **switches

@@ -57,6 +57,11 @@ class ThinkTextParser:
         return len(self._held)
 
     @property
+    def stripping(self) -> bool:
+        """True while nothing but newlines has come after a marker: they are dropped."""
+        return self._skip
+
+    @property
     def position(self) -> int:
         """Characters read so far."""
         return self._base + len(self._held)

@@ -67,6 +67,11 @@ class Tracker:
         """True if the last token completed a marker of tokens."""
         return self._at_marker
 
+    @property
+    def stripping(self) -> bool:
+        """True if the last token was a newline behind a marker, which is not printed."""
+        return self._parser.stripping and not self._held
+
     def expects(self, token_id: int) -> bool:
         """True if the token begins or continues a marker of tokens."""
         automaton = self._family.token_tables.at(self.phase, False).automaton
@@ -179,6 +184,7 @@ class PlainTracker:
     num_thinking_tokens = 0
     at_boundary = False
     at_marker = False
+    stripping = False
     held_ids: tuple[int, ...] = ()
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -11,6 +11,7 @@ from thinkfold.types.fold import (
     FoldProfile,
 )
 from thinkfold.types.limits import Clamp, Limits
+from thinkfold.types.grammar import MAX_GRAMMAR_CHARS, Grammar, schema_format
 from thinkfold.types.output import CompletionOutput, Costs, Fold, RequestOutput, Segment, TokenLogprobs, TokenStats
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.request import EngineRequest, PromptState
@@ -22,6 +23,7 @@ __all__ = [
     "DEFAULT_THINKING_BUDGET",
     "EFFORT_BUDGETS",
     "FOLD_PROFILES",
+    "MAX_GRAMMAR_CHARS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_N",
@@ -43,6 +45,7 @@ __all__ = [
     "FoldPolicy",
     "FoldProfile",
     "Limits",
+    "Grammar",
     "Phase",
     "Preset",
     "PromptState",
@@ -61,4 +64,5 @@ __all__ = [
     "parse_early_stop",
     "parse_search",
     "parse_vote",
+    "schema_format",
 ]

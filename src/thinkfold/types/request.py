@@ -38,3 +38,4 @@ class EngineRequest:
     arrival_time: float = 0.0
     fold: FoldPolicy = field(default_factory=FoldPolicy)
     limits: Limits = field(default_factory=Limits)
+    grammar: str | None = None  # `sampling.grammar` compiled (see `text.grammar`)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from thinkfold.errors import ParameterError
 from thinkfold.types.checks import integer, number
+from thinkfold.types.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -20,7 +21,8 @@ class SamplingParams:
 
     `max_tokens` None means up to the model's length. `seed` None draws a fresh seed.
     `forced_tokens` replaces sampling by a given stream (benchmarks). Stop strings and ids
-    act on the answer only, unless `stop_in_thinking`.
+    act on the answer only, unless `stop_in_thinking`. `grammar` binds the answer, never thinking;
+    the answer ends where the grammar allows it.
     """
 
     n: int = 1
@@ -41,6 +43,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     forced_tokens: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         integer("n", self.n, 1, MAX_N)
@@ -62,6 +65,9 @@ class SamplingParams:
             integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_logit_bias()
+        if self.grammar is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise ParameterError(name, f"cannot go with {self.grammar.field}: the grammar says where the answer ends")
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
