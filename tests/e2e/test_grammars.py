@@ -13,7 +13,10 @@ from thinkfold.types import Phase, schema_format
 
 CITY = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "people": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "people": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
     "required": ["city", "people"],
 }
 QUESTION = {"role": "user", "content": "hi"}
@@ -122,7 +125,13 @@ def test_a_required_call_is_one_that_can_be_read(llm):
 
 def test_logprobs_stand_beside_what_is_printed(llm):
     newline, end = (llm.engine.prompts.encode_text(text)[-1] for text in ("\n", "</think>"))
-    free = (newline, *llm.engine.prompts.encode_text("So it is"), end, newline, *llm.engine.prompts.encode_text("Yes, it is"))
+    free = (
+        newline,
+        *llm.engine.prompts.encode_text("So it is"),
+        end,
+        newline,
+        *llm.engine.prompts.encode_text("Yes, it is"),
+    )
     opened = [QUESTION, {"role": "assistant", "content": "<think>"}]
     choice = llm.chat(opened, SamplingParams(logprobs=0, forced_tokens=free, max_tokens=len(free)))[0].outputs[0]
     for phase, text in ((Phase.THINKING, choice.reasoning), (Phase.ANSWER, choice.text)):

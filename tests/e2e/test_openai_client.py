@@ -248,8 +248,10 @@ def test_models(client: openai.OpenAI) -> None:
         ({"extra_body": {"stop_token_ids": [1536]}}, "stop_token_ids"),
         ({"messages": []}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},
-         "response_format.json_schema.schema.not"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},
+            "response_format.json_schema.schema.not",
+        ),
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
         ({"extra_body": {"thinkfold": {"fold": {"selector": "dorp"}}}}, "thinkfold.fold.selector"),

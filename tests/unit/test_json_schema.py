@@ -9,7 +9,10 @@ from xgrammar.testing import _is_grammar_accept_string as accepts
 from thinkfold.errors import ParameterError
 from thinkfold.text.json_schema import FORMATS, enforceable
 
-A, S, O, N = {"type": "array", "items": {"type": "integer"}}, {"type": "string"}, {"type": "object"}, {"type": "integer"}
+A = {"type": "array", "items": {"type": "integer"}}
+S = {"type": "string"}
+OBJECT = {"type": "object"}
+N = {"type": "integer"}
 TREE = {"type": "object", "properties": {"k": {"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]}}, "required": ["k"]}
 
 
@@ -25,10 +28,10 @@ TREE = {"type": "object", "properties": {"k": {"anyOf": [{"$ref": "#/$defs/t"}, 
         ({"type": "number", "minimum": 0.5}, ["1.0"], ["0.4"]),
         ({**S, "pattern": "^a+$"}, ['"aa"'], ['"b"', '""']),
         ({**S, "minLength": 2, "maxLength": 3}, ['"aa"', '"é!x"'], ['"a"', '"aaaa"', '"\x08\x08"', '"a\tb"', '"a"b"']),
-        ({**O, "properties": {"a": N}, "required": ["a"]}, ['{"a": 1}'], ["{}", '{"a": 1, "b": 2}']),
-        ({**O, "additionalProperties": N, "minProperties": 1}, ['{"x": 1}'], ["{}", '{"x": "a"}']),
-        ({**O, "patternProperties": {"^a.*$": N}, "additionalProperties": False}, ['{"ab": 1}'], ['{"b": 1}']),
-        ({**O, "propertyNames": {"maxLength": 2}, "additionalProperties": N}, ['{"ab": 1}'], ['{"abc": 1}']),
+        ({**OBJECT, "properties": {"a": N}, "required": ["a"]}, ['{"a": 1}'], ["{}", '{"a": 1, "b": 2}']),
+        ({**OBJECT, "additionalProperties": N, "minProperties": 1}, ['{"x": 1}'], ["{}", '{"x": "a"}']),
+        ({**OBJECT, "patternProperties": {"^a.*$": N}, "additionalProperties": False}, ['{"ab": 1}'], ['{"b": 1}']),
+        ({**OBJECT, "propertyNames": {"maxLength": 2}, "additionalProperties": N}, ['{"ab": 1}'], ['{"abc": 1}']),
         ({"type": ["integer", "null"]}, ["1", "null"], ['"a"']),
         ({"enum": [1, "a", None]}, ["1", '"a"', "null"], ["2"]),
         ({"$defs": {"t": TREE}, "$ref": "#/$defs/t"}, ['{"k": {"k": null}}'], ['{"k": 1}']),
@@ -67,7 +70,7 @@ def test_every_format_is_enforced(name):
         ({"$ref": "http://x/y"}, "f.$ref"),
         ({"items": [N, S]}, "f.items"),
         ({"anyOf": [N, 3]}, "f.anyOf[1]"),
-        ({**O, "dependentRequired": {"a": ["b"]}}, "f.dependentRequired"),
+        ({**OBJECT, "dependentRequired": {"a": ["b"]}}, "f.dependentRequired"),
     ],
 )
 def test_what_a_grammar_would_ignore_is_refused_by_name(schema, field):
@@ -79,6 +82,6 @@ def test_what_a_grammar_would_ignore_is_refused_by_name(schema, field):
 def test_deep_schemas_are_refused():
     schema = S
     for _ in range(100):
-        schema = {**O, "properties": {"x": schema}}
+        schema = {**OBJECT, "properties": {"x": schema}}
     with pytest.raises(ParameterError, match="nested more than"):
         enforceable(schema, "f")

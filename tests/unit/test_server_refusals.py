@@ -14,7 +14,8 @@ from thinkfold.errors import CapacityError, EngineDeadError, QueueFullError
 from thinkfold.server.state import ServerOptions
 
 NOT_YET: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto", "parallel_tool_calls": True, "functions": [],
+    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto", "parallel_tool_calls": True,
+    "functions": [],
     "function_call": "auto", "audio": {}, "modalities": ["text"], "prediction": {}, "web_search_options": {},
     "verbosity": "low", "store": True, "response_format": {"type": "grammar"}, "service_tier": "flex",
     "grammar": "x", "guided_json": {}, "top_a": 1, "thinkfold": {"tier": "x"},

@@ -73,7 +73,12 @@ def test_arguments_flow_before_the_call_ends():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from([*"<>/{}[]\"\\\n ax:,", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {']), max_size=30))
+@given(
+    st.lists(
+        st.sampled_from([*'<>/{}[]"\\\n ax:,', "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {']),
+        max_size=30,
+    )
+)
 def test_no_text_breaks_it_and_cuts_do_not_matter(pieces):
     assert read(*pieces) == read("".join(pieces))
 

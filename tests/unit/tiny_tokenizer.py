@@ -39,8 +39,8 @@ KEEPING_TEMPLATE = QWEN_TEMPLATE.replace(
 PLAIN_TEMPLATE = QWEN_TEMPLATE.replace("enable_thinking is defined and enable_thinking is false", "false")
 TOOL_TEMPLATE = QWEN_TEMPLATE.replace(
     "{%- for m in messages %}",
-    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}{{- 'name, arguments\\n' }}"
-    "{{- '<|im_end|>\\n' }}{%- endif %}\n{%- for m in messages %}",
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}"
+    "{{- 'name, arguments\\n' }}{{- '<|im_end|>\\n' }}{%- endif %}\n{%- for m in messages %}",
 ).replace(
     "m.content + '<|im_end|>\\n' }}\n{%- elif m.role == 'tool'",
     "m.content }}{%- for c in m.tool_calls %}{{- '<tool_call>\\n' + c.function | tojson + '\\n</tool_call>' }}"

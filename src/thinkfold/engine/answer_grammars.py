@@ -32,7 +32,9 @@ class AnswerGrammars:
     async def compile(self, grammar: Grammar, *, seconds: float = COMPILE_S) -> str:
         """The grammar as the core wants it. Raises ParameterError, also after `seconds`."""
         if self._has_openers:
-            raise UnsupportedError(grammar.field, "this model writes markers around its answer; grammars cannot hold it")
+            raise UnsupportedError(
+                grammar.field, "this model writes markers around its answer; grammars cannot hold it"
+            )
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._grammars.compile, grammar)
         try:
             return await asyncio.wait_for(work, seconds)

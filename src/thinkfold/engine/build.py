@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -50,20 +51,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         admission=Admission(capacity, config.page_size) if config.admission == "predicted" else None,
     )
 
-    grammars = AnswerGrammars(language, runner.vocab_size)
-
-    def make_control(request: EngineRequest, branch: int) -> BranchControl:
-        return BranchControl(
-            request,
-            branch,
-            language.vocabulary,
-            family,
-            closing_ids=language.closing_ids,
-            min_segment_tokens=request.fold.numbers.min_segment_tokens,
-            max_segment_tokens=request.fold.numbers.max_segment_tokens,
-            grammar=grammars.open(request),
-        )
-
+    make_control = _control_maker(language, family, AnswerGrammars(language, runner.vocab_size))
     depth = config.pipeline_depth
     if depth is None:
         depth = 1 if runner.device.type == "cuda" else 0
@@ -82,6 +70,24 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         budget_enforced=family is not None and bool(family.force_ids),
     )
     return core, model
+
+
+def _control_maker(
+    language: Language, family: Family | None, grammars: AnswerGrammars
+) -> Callable[[EngineRequest, int], BranchControl]:
+    def make_control(request: EngineRequest, branch: int) -> BranchControl:
+        return BranchControl(
+            request,
+            branch,
+            language.vocabulary,
+            family,
+            closing_ids=language.closing_ids,
+            min_segment_tokens=request.fold.numbers.min_segment_tokens,
+            max_segment_tokens=request.fold.numbers.max_segment_tokens,
+            grammar=grammars.open(request),
+        )
+
+    return make_control
 
 
 def _reserve_pages(runner: ModelRunner, config: EngineConfig) -> int:

@@ -16,7 +16,19 @@ from thinkfold.errors import ParameterError, UnsupportedError
 MAX_DEPTH = 64
 MAX_LENGTH = 1_000_000
 ANNOTATIONS = frozenset(
-    "$schema $id $comment title description default examples deprecated readOnly writeOnly discriminator".split()
+    {
+        "$schema",
+        "$id",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "discriminator",
+    }
 )
 _HOLDERS = frozenset({"$defs", "definitions"})
 _GROUPS = _HOLDERS | {"properties", "patternProperties"}
@@ -24,13 +36,47 @@ _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SINGLE = frozenset({"additionalProperties", "unevaluatedProperties", "propertyNames", "items"})
 _ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")  # beside them everything else is ignored
 _ASSERTIONS = frozenset(
-    """type properties required additionalProperties unevaluatedProperties patternProperties propertyNames
-    minProperties maxProperties items prefixItems minItems maxItems minimum maximum exclusiveMinimum
-    exclusiveMaximum multipleOf pattern minLength maxLength format""".split()
+    {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "unevaluatedProperties",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "maxProperties",
+        "items",
+        "prefixItems",
+        "minItems",
+        "maxItems",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "pattern",
+        "minLength",
+        "maxLength",
+        "format",
+    }
 )
 FORMATS = frozenset(
-    """email date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference json-pointer
-    relative-json-pointer""".split()
+    {
+        "email",
+        "date",
+        "time",
+        "date-time",
+        "duration",
+        "ipv4",
+        "ipv6",
+        "hostname",
+        "uuid",
+        "uri",
+        "uri-reference",
+        "json-pointer",
+        "relative-json-pointer",
+    }
 )
 
 
