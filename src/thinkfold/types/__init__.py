@@ -10,8 +10,8 @@ from thinkfold.types.fold import (
     FoldPolicy,
     FoldProfile,
 )
-from thinkfold.types.limits import Clamp, Limits
 from thinkfold.types.grammar import MAX_GRAMMAR_CHARS, Grammar, schema_format
+from thinkfold.types.limits import Clamp, Limits
 from thinkfold.types.output import CompletionOutput, Costs, Fold, RequestOutput, Segment, TokenLogprobs, TokenStats
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.request import EngineRequest, PromptState
@@ -44,8 +44,8 @@ __all__ = [
     "FoldParams",
     "FoldPolicy",
     "FoldProfile",
-    "Limits",
     "Grammar",
+    "Limits",
     "Phase",
     "Preset",
     "PromptState",
