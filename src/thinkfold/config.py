@@ -65,6 +65,7 @@ class EngineConfig:
     `fold_at_answer` is what becomes of raw thinking then: keep, recycle (fold it) or swap.
     `fold_prefer` is the peak that admission counts on: fold (folded) or queue (raw).
     `fold_delimiter_token` is one more token that ends a segment of thinking.
+    `fold_delimiter_regex` ends a segment where it matches, in the syntax of RE2.
     `stall_timeout_s` without a finished step makes the server not ready.
     `watchdog_s` without a finished step ends the engine.
     `attention_backend` auto is triton on a GPU and reference (plain PyTorch) on a CPU.
@@ -104,6 +105,7 @@ class EngineConfig:
     fold_at_answer: Literal["keep", "recycle", "swap"] = "keep"
     fold_prefer: Literal["fold", "queue"] = "fold"
     fold_delimiter_token: str | None = None
+    fold_delimiter_regex: str | None = None
     stall_timeout_s: float = 60.0
     watchdog_s: float = 600.0
     attention_backend: Literal["auto", "reference", "triton"] = "auto"

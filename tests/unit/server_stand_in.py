@@ -140,7 +140,9 @@ class ScriptedEngine:
         self.calls.append(Call(prompt, sampling, thinking, namespace, fold))
         if self.refuse is not None:
             raise self.refuse
-        policy = resolve_fold(fold, config=self.config, thinks=True, selectors=SELECTORS)
+        policy = resolve_fold(
+            fold, config=self.config, thinks=True, selectors=SELECTORS, token_id=lambda text, field: 0
+        )
         self.running += 1
         finished = False
         branches = [_Branch(self, i, prompt, sampling) for i in range(sampling.n)]

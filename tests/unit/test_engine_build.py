@@ -1,4 +1,4 @@
-"""The family that a core is built with: one more token may end a segment."""
+"""What a core knows of its model's language: one more token may end a segment, closing words must be of use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from thinkfold.config import EngineConfig
-from thinkfold.engine.build import _with_delimiter
 from thinkfold.engine.language import Language, load_language
 from thinkfold.errors import ParameterError, UnsupportedError
 
@@ -18,17 +17,18 @@ def language() -> Language:
 
 
 def test_an_extra_token_ends_segments_beside_the_familys_own(language: Language) -> None:
-    family = _with_delimiter(language, ".")
+    family = language.family_with(".")
     assert family is not None and language.family is not None
     (token,) = language.tokenizer.encode(".", add_special_tokens=False)
     assert family.delimiter_ids == language.family.delimiter_ids | {token}
-    assert _with_delimiter(language, None) is language.family
+    assert language.family_with(None) is language.family
+    assert replace(language, family=None).family_with(".") is None
 
 
 @pytest.mark.parametrize("text", ["", "several tokens, surely"])
 def test_anything_but_one_token_is_refused(language: Language, text: str) -> None:
     with pytest.raises(ParameterError, match="fold_delimiter_token: must be one token"):
-        _with_delimiter(language, text)
+        language.single_token(text, "fold_delimiter_token")
 
 
 def test_closing_words_that_would_never_be_written_are_refused(
@@ -42,8 +42,3 @@ def test_closing_words_that_would_never_be_written_are_refused(
         with pytest.raises(UnsupportedError, match="closing_words: this model never writes them"):
             load_language(config)
         assert load_language(EngineConfig()).closing_ids == ()
-
-
-def test_a_model_that_does_not_think_has_no_segments_to_end(language: Language) -> None:
-    with pytest.raises(UnsupportedError, match="does not think"):
-        _with_delimiter(replace(language, family=None), ".")

@@ -15,8 +15,14 @@ from thinkfold.types import FOLD_PROFILES, AtAnswer, FoldMode, FoldParams, FoldP
 NAMES = ("conclusion_attention", "drop")
 
 
+def token_id(text: str, field: str) -> int:
+    if len(text) != 1:
+        raise ParameterError(field, "must be one token")
+    return ord(text)
+
+
 def resolve(params: FoldParams | None = None, *, thinks: bool = True, **config: Any) -> FoldPolicy:
-    return resolve_fold(params, config=EngineConfig(**config), thinks=thinks, selectors=NAMES)
+    return resolve_fold(params, config=EngineConfig(**config), thinks=thinks, selectors=NAMES, token_id=token_id)
 
 
 def test_nothing_asked_gives_the_configuration() -> None:
@@ -63,6 +69,10 @@ def test_a_named_profile_brings_its_own_entries() -> None:
         ({"entries": 256, "profile": "default"}, "fold.entries"),
         ({"at_answer": "swap"}, "fold.at_answer"),
         ({"at_answer": "swap", "policy": "off"}, "fold.at_answer"),
+        ({"delimiter_token": "two"}, "fold.delimiter_token"),
+        ({"delimiter_token": ""}, "fold.delimiter_token"),
+        ({"delimiter_regex": "("}, "fold.delimiter_regex"),
+        ({"delimiter_regex": ""}, "fold.delimiter_regex"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_the_requests_name(asked: dict[str, Any], field: str) -> None:
@@ -107,6 +117,25 @@ def test_a_request_that_says_off_and_no_more_keeps_every_bit(server: FoldMode, a
     policy = resolve(FoldParams(policy="off"), **config)
     assert (policy.policy, policy.at_answer) == (FoldMode.OFF, AtAnswer.KEEP)
     assert resolve(FoldParams(gate=0.5), **config).at_answer == at_answer
+
+
+def test_the_requests_delimiters_beat_the_servers() -> None:
+    config = {"fold_delimiter_token": ".", "fold_delimiter_regex": "Wait"}
+    policy = resolve(**config)
+    assert (policy.delimiter_token, policy.delimiter_regex) == (".", "Wait")
+    policy = resolve(FoldParams(delimiter_regex="Hm"), **config)
+    assert (policy.delimiter_token, policy.delimiter_regex) == (".", "Hm")
+    for wrong in ({"fold_delimiter_token": "two"}, {"fold_delimiter_regex": "(?=x)"}):
+        with pytest.raises(ParameterError) as caught:
+            resolve(**wrong)
+        assert caught.value.field == next(iter(wrong))
+
+
+@pytest.mark.parametrize("kind", ["token", "regex"])
+def test_a_model_that_does_not_think_has_no_segments_to_end(kind: str) -> None:
+    for asked, config in ((None, {f"fold_delimiter_{kind}": "x"}), (FoldParams(**{f"delimiter_{kind}": "x"}), {})):
+        with pytest.raises(UnsupportedError, match="does not think"):
+            resolve(asked, thinks=False, **config)
 
 
 def test_a_model_that_does_not_think_has_nothing_to_fold() -> None:

@@ -51,6 +51,7 @@ IDLE = {
 }
 OF_OTHERS = {"starlette"}  # fastapi's own base, part of its API
 IMPORT_NAMES = {
+    "google-re2": "re2",
     "math-verify": "math_verify",
     "prometheus-client": "prometheus_client",
     "reasoning-gym": "reasoning_gym",

@@ -39,7 +39,7 @@ def folding() -> ScriptedEngine:
 async def test_the_wish_reaches_the_engine_and_the_policy_comes_back() -> None:
     wish = {
         "policy": "eager", "profile": "fine", "selector": "drop", "entries": 9, "gate": 1, "at_answer": "recycle",
-        "prefer": "queue",
+        "prefer": "queue", "delimiter_token": ".", "delimiter_regex": "^Wait",
     }  # fmt: skip
     engine = folding()
     async with serving(engine) as client:
@@ -81,6 +81,9 @@ async def test_thinking_may_be_recycled_at_the_answer_with_folding_off() -> None
         ({"fold": {"gate": True}}, "thinkfold.fold.gate"),
         ({"fold": {"at_answer": "swap"}}, "thinkfold.fold.at_answer"),
         ({"fold": {"prefer": "speed"}}, "thinkfold.fold.prefer"),
+        ({"fold": {"delimiter_regex": "a(?!b)"}}, "thinkfold.fold.delimiter_regex"),
+        ({"fold": {"delimiter_regex": "x" * 257}}, "thinkfold.fold.delimiter_regex"),
+        ({"fold": {"delimiter_token": 5}}, "thinkfold.fold.delimiter_token"),
         ({"fold": "eager"}, "thinkfold.fold"),
         ({"tier": "gold"}, "thinkfold.tier"),
         ({"events": True}, "thinkfold.events"),

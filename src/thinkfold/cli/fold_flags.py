@@ -23,6 +23,8 @@ def add_fold_flags(parser: argparse.ArgumentParser) -> None:
         "--fold-at-answer", choices=[str(a) for a in AtAnswer], help="what becomes of raw thinking when it ends"
     )
     group.add_argument("--fold-prefer", choices=["fold", "queue"], help="the peak that admission counts on")
+    group.add_argument("--fold-delimiter-token", metavar="TEXT", help="one more token that ends a segment")
+    group.add_argument("--fold-delimiter-regex", metavar="REGEX", help="ends a segment where it matches (RE2)")
 
 
 def fold_wish(args: argparse.Namespace) -> dict[str, Any]:

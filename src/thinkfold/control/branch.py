@@ -15,6 +15,7 @@ from thinkfold.control.outbox import Outbox
 from thinkfold.errors import ConflictError, ParameterError, UnsupportedError
 from thinkfold.text.stop_strings import StopStrings
 from thinkfold.text.vocabulary import Vocabulary
+from thinkfold.thinking.delimiter import DelimiterSearch
 from thinkfold.thinking.family import Family
 from thinkfold.thinking.markers import Piece
 from thinkfold.thinking.tracker import PlainTracker, Tracker
@@ -55,6 +56,7 @@ class BranchControl:
         min_segment_tokens: int = 1,
         max_segment_tokens: int = 1024,
         grammar: AnswerGrammar | None = None,
+        search: DelimiterSearch | None = None,
     ) -> None:
         self._sampling = request.sampling
         self._policy = request.thinking
@@ -71,6 +73,7 @@ class BranchControl:
                 request.prompt,
                 min_segment_tokens=min_segment_tokens,
                 max_segment_tokens=max_segment_tokens,
+                search=search,
             )
         )
         self._closing_ids = closing_ids
@@ -218,6 +221,7 @@ class BranchControl:
         if self._finish is not None:
             return
         matched = self._write(self._tracker.flush(), muted=False)
+        self._take_segments()
         if not matched:
             for phase in Phase:
                 self._flush_stops(phase)
@@ -337,9 +341,7 @@ class BranchControl:
         muted = self.num_output_tokens < self._sampling.min_tokens
         pieces = self._tracker.push(token_id, silent=silent)
         self._outbox.add_token(token_id)
-        segments = self._tracker.take_segments()
-        self._outbox.segments += segments
-        self.segment_ends += [segment.end for segment in segments]
+        self._take_segments()
         if before is Phase.THINKING and self.phase is Phase.ANSWER:
             self._thinking_end = self._end_cause
             self.answer_start = self.num_output_tokens
@@ -355,6 +357,11 @@ class BranchControl:
             if self._forcing:
                 self._tracker.drop_held()  # max_tokens cuts the forced marker: it is not printed
             self.finish(FinishReason.LENGTH)
+
+    def _take_segments(self) -> None:
+        segments = self._tracker.take_segments()
+        self._outbox.segments += segments
+        self.segment_ends += [segment.end for segment in segments]
 
     def _write(self, pieces: list[Piece], *, muted: bool) -> str | None:
         """Print pieces up to the first stop string, which is returned."""

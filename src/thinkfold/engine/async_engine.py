@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 from thinkfold.config import EngineConfig
@@ -17,7 +18,7 @@ from thinkfold.engine.build import build_core
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
 from thinkfold.engine.commands import Order
 from thinkfold.engine.controls import Controls
-from thinkfold.engine.language import load_language
+from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
 from thinkfold.engine.stream import OutputStream
@@ -25,7 +26,6 @@ from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, Que
 from thinkfold.fold import selectors
 from thinkfold.runner.loader import pick_device
 from thinkfold.text.prompts import PromptRenderer
-from thinkfold.thinking.families import Family
 from thinkfold.types import (
     EngineRequest,
     FoldParams,
@@ -51,11 +51,12 @@ class Health:
 class AsyncEngine(Controls):
     """One model, served to many requests at once. Build it with `await AsyncEngine.start(config)`."""
 
-    def __init__(self, config: EngineConfig, prompts: PromptRenderer, family: Family | None) -> None:
+    def __init__(self, config: EngineConfig, prompts: PromptRenderer, language: Language) -> None:
         super().__init__()
         self.config = config
         self.prompts = prompts
-        self.family = family
+        self.family = language.family
+        self._token_id = lru_cache(256)(language.single_token)
         self._grammars: AnswerGrammars | None = None
         self._model: ModelInfo | None = None
         self._granter: Granter | None = None
@@ -83,7 +84,7 @@ class AsyncEngine(Controls):
         """
         language = await asyncio.to_thread(load_language, config)
         prompts = PromptRenderer(language.tokenizer, normalize=config.normalize_prompts, markers=language.markers)
-        engine = cls(config, prompts, language.family)
+        engine = cls(config, prompts, language)
         engine.resolve_fold(None)  # a default that cannot be honoured is no reason to load a model
         own_process = config.own_process
         if own_process is None:
@@ -160,7 +161,7 @@ class AsyncEngine(Controls):
     def resolve_fold(self, fold: FoldParams | None) -> FoldPolicy:
         """What a request that asks for `fold` gets. Raises ParameterError, UnsupportedError."""
         thinks = self.family is not None
-        return resolve_fold(fold, config=self.config, thinks=thinks, selectors=self._selectors)
+        return resolve_fold(fold, config=self.config, thinks=thinks, selectors=self._selectors, token_id=self._token_id)
 
     def check_owner(self, request_id: str, namespace: tuple[str, ...]) -> None:
         """Raise NotFoundError unless the request runs and was started with that namespace."""

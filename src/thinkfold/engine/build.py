@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from thinkfold.config import EngineConfig
 from thinkfold.control.branch import BranchControl
@@ -12,12 +10,11 @@ from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.messages import ModelInfo
-from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.kv.manager import KVManager
 from thinkfold.runner.model_runner import ModelRunner
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.scheduler import Scheduler
-from thinkfold.thinking.family import Family
+from thinkfold.thinking.delimiter import DelimiterSearch, compile_delimiter
 from thinkfold.types import EngineRequest
 
 
@@ -27,7 +24,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
     Raises ParameterError or UnsupportedError for a model that cannot be loaded or served.
     """
     language = load_language(config)
-    family = _with_delimiter(language, config.fold_delimiter_token)
+    family = language.family
     runner = ModelRunner(
         config,
         end_marker_id=family.end_token_id if family else None,
@@ -51,10 +48,10 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         admission=Admission(capacity, config.page_size) if config.admission == "predicted" else None,
     )
 
-    make_control = _control_maker(language, family, AnswerGrammars(language, runner.vocab_size))
     depth = config.pipeline_depth
     if depth is None:
         depth = 1 if runner.device.type == "cuda" else 0
+    make_control = partial(_make_control, language, AnswerGrammars(language, runner.vocab_size))
     core = EngineCore(runner, scheduler, make_control, page_bytes=runner.page_bytes, pipeline_depth=depth)
     model = ModelInfo(
         name=config.served_model_name or config.model,
@@ -72,22 +69,20 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
     return core, model
 
 
-def _control_maker(
-    language: Language, family: Family | None, grammars: AnswerGrammars
-) -> Callable[[EngineRequest, int], BranchControl]:
-    def make_control(request: EngineRequest, branch: int) -> BranchControl:
-        return BranchControl(
-            request,
-            branch,
-            language.vocabulary,
-            family,
-            closing_ids=language.closing_ids,
-            min_segment_tokens=request.fold.numbers.min_segment_tokens,
-            max_segment_tokens=request.fold.numbers.max_segment_tokens,
-            grammar=grammars.open(request),
-        )
-
-    return make_control
+def _make_control(language: Language, grammars: AnswerGrammars, request: EngineRequest, branch: int) -> BranchControl:
+    fold = request.fold
+    regex = fold.delimiter_regex
+    return BranchControl(
+        request,
+        branch,
+        language.vocabulary,
+        language.family_with(fold.delimiter_token),
+        closing_ids=language.closing_ids,
+        min_segment_tokens=fold.numbers.min_segment_tokens,
+        max_segment_tokens=fold.numbers.max_segment_tokens,
+        grammar=grammars.open(request),
+        search=None if regex is None else DelimiterSearch(compile_delimiter(regex, "fold.delimiter_regex")),
+    )
 
 
 def _reserve_pages(runner: ModelRunner, config: EngineConfig) -> int:
@@ -96,16 +91,3 @@ def _reserve_pages(runner: ModelRunner, config: EngineConfig) -> int:
     counts = runner.budgets.counts(numbers.entries, numbers.max_segment_tokens, config.page_size)
     blocks = sum(-(-count // config.page_size) for count in counts)
     return min(-(-blocks // len(counts)), runner.num_pages // 4)
-
-
-def _with_delimiter(language: Language, text: str | None) -> Family | None:
-    """The model's family, in which the token `text` ends a segment, too. Raises ParameterError."""
-    family = language.family
-    if text is None:
-        return family
-    if family is None:
-        raise UnsupportedError("fold_delimiter_token", "this model does not think")
-    ids = language.tokenizer.encode(text, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ParameterError("fold_delimiter_token", f"must be one token, {text!r:.60} is {len(ids)}")
-    return replace(family, delimiter_ids=family.delimiter_ids | {ids[0]})

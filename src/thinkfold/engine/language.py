@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from thinkfold.config import EngineConfig
-from thinkfold.errors import UnsupportedError
+from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.runner.loader import load_tokenizer
 from thinkfold.text.messages import Markers
 from thinkfold.text.vocabulary import Vocabulary
@@ -22,6 +22,21 @@ class Language:
     vocabulary: Vocabulary
     family: Family | None
     closing_ids: tuple[int, ...]
+
+    def single_token(self, text: str, field: str) -> int:
+        """The id of `text`. Raises ParameterError naming `field` if it is not one token."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ParameterError(field, f"must be one token, {text!r:.60} is {len(ids)}")
+        return ids[0]
+
+    def family_with(self, delimiter: str | None) -> Family | None:
+        """The model's family, in which the token `delimiter` ends a segment, too. Raises ParameterError."""
+        family = self.family
+        if family is None or delimiter is None:
+            return family
+        token = self.single_token(delimiter, "fold.delimiter_token")
+        return replace(family, delimiter_ids=family.delimiter_ids | {token})
 
     @property
     def markers(self) -> Markers | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from thinkfold.errors import ParameterError
 from thinkfold.fold.spans import Span, SpanBook, SpanState, Worth
-from thinkfold.types import AtAnswer, FoldMode, FoldPolicy
+from thinkfold.types import DELIMITER_LAG, AtAnswer, FoldMode, FoldPolicy
 
 COMMIT_LAG = 4  # positions from judging to committing: the estimate comes home in between, even one step ahead
 ANSWER_LAG = 2  # the answer is known to have begun this many positions after its first token, even one step ahead
@@ -25,6 +25,8 @@ class FoldPlanner:
         self.num_prompt_tokens = num_prompt_tokens
         self._page_size = page_size
         self._eager = policy.policy is FoldMode.EAGER
+        # no span may be due before its end is known
+        self._known_after = 0 if policy.delimiter_regex is None else DELIMITER_LAG + COMMIT_LAG
         self.told: set[tuple[int, bool]] = set()  # (start, refused) of what is known outside; survives a restart
         self.restart()
 
@@ -182,7 +184,7 @@ class FoldPlanner:
         self._ends.append(end)
         last_page = end // self._page_size * self._page_size
         if last_page > self._next_start:
-            due = max(end + self.numbers.fold_delay, last_page + self.numbers.keep_raw_tokens)
+            due = max(end + max(self.numbers.fold_delay, self._known_after), last_page + self.numbers.keep_raw_tokens)
             ends = tuple(e - self._next_start for e in self._ends)
             self._book.close(Span(self._next_start, last_page, due, ends))
             self._next_start, self._ends = last_page, [e for e in self._ends if e > last_page]

@@ -30,6 +30,8 @@ class FoldFields(StrictModel):
     gate: float | None = None
     at_answer: str | None = None
     prefer: str | None = None
+    delimiter_token: str | None = None
+    delimiter_regex: str | None = None
 
 
 class ThinkfoldFields(StrictModel):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from thinkfold.text.detokenizer import Detokenizer
 from thinkfold.text.vocabulary import Vocabulary
+from thinkfold.thinking.delimiter import DelimiterSearch
 from thinkfold.thinking.family import Family
 from thinkfold.thinking.markers import Action, Piece
 from thinkfold.thinking.segments import SegmentFinder, SentenceEnds
@@ -23,7 +24,13 @@ class Tracker:
     """
 
     def __init__(
-        self, family: Family, prompt: PromptState, *, min_segment_tokens: int = 1, max_segment_tokens: int = 1024
+        self,
+        family: Family,
+        prompt: PromptState,
+        *,
+        min_segment_tokens: int = 1,
+        max_segment_tokens: int = 1024,
+        search: DelimiterSearch | None = None,
     ) -> None:
         starts_open = prompt.phase is Phase.THINKING
         self._family = family
@@ -31,7 +38,7 @@ class Tracker:
         self._parser = ThinkTextParser(
             family.text_tables, starts_open=starts_open, strip_head=starts_open and not prompt.prefilled_thinking
         )
-        self._segments = SegmentFinder(family.delimiter_ids, min_segment_tokens, max_segment_tokens)
+        self._segments = SegmentFinder(family.delimiter_ids, min_segment_tokens, max_segment_tokens, search)
         self._sentences = SentenceEnds()
         self._held: list[int] = []
         self._state = 0
@@ -113,6 +120,7 @@ class Tracker:
     def flush(self) -> list[Piece]:
         """Release everything held: the response has ended."""
         pieces = self._release(0)
+        self._segments.drain()
         self._state = 0
         pieces += self._parser.push(self._detokenizer.flush())
         return pieces + self._parser.flush()

@@ -2,6 +2,7 @@
 
 from thinkfold.types.control import ControlParams, EarlyStop, Preset, parse_control, parse_early_stop
 from thinkfold.types.fold import (
+    DELIMITER_LAG,
     FOLD_PROFILES,
     MAX_SEGMENT_TOKENS,
     AtAnswer,
@@ -21,6 +22,7 @@ from thinkfold.types.vote import BestOfParams, SearchParams, VoteParams, parse_b
 
 __all__ = [
     "DEFAULT_THINKING_BUDGET",
+    "DELIMITER_LAG",
     "EFFORT_BUDGETS",
     "FOLD_PROFILES",
     "MAX_GRAMMAR_CHARS",

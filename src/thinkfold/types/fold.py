@@ -50,6 +50,7 @@ FOLD_PROFILES: Mapping[str, FoldProfile] = {
     "pebble": FoldProfile(512, 128, 64, 128, 32),
 }
 MAX_SEGMENT_TOKENS = 4096
+DELIMITER_LAG = 32  # tokens after which a match of `delimiter_regex` is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class FoldParams:
 
     `gate` is the largest estimated error (a share of the attention output, 0 to 1) with which a
     fold is still committed; 0 refuses every fold, 1 commits all. `prefer` decides what
-    admission counts on: the folded peak (`fold`) or the raw one (`queue`).
+    admission counts on: the folded peak (`fold`) or the raw one (`queue`). `delimiter_token`, one
+    token as text, and `delimiter_regex`, in RE2's syntax, end segments beside the family's own.
     """
 
     policy: FoldMode | str | None = None
@@ -68,14 +70,18 @@ class FoldParams:
     gate: float | None = None
     at_answer: AtAnswer | str | None = None
     prefer: Literal["fold", "queue"] | None = None
+    delimiter_token: str | None = None
+    delimiter_regex: str | None = None
 
     def __post_init__(self) -> None:
         choice("fold.policy", self.policy, tuple(FoldMode))
         choice("fold.profile", self.profile, tuple(FOLD_PROFILES))
         choice("fold.at_answer", self.at_answer, tuple(AtAnswer))
         choice("fold.prefer", self.prefer, ("fold", "queue"))
-        if self.selector is not None and not isinstance(self.selector, str):
-            raise ParameterError("fold.selector", f"must be a name, got {self.selector!r}")
+        for name in ("selector", "delimiter_token", "delimiter_regex"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ParameterError(f"fold.{name}", f"must be a text, got {value!r:.60}")
         if self.entries is not None:
             integer("fold.entries", self.entries, 0, MAX_SEGMENT_TOKENS)
         if self.gate is not None:
@@ -93,6 +99,8 @@ class FoldPolicy:
     gate: float = 1.0
     at_answer: AtAnswer = AtAnswer.KEEP
     prefer: Literal["fold", "queue"] = "fold"
+    delimiter_token: str | None = None
+    delimiter_regex: str | None = None
 
     @property
     def numbers(self) -> FoldProfile:
