@@ -33,7 +33,7 @@ from thinkfold.cli.traces import Trace, cuts, load, save, write_traces
 from thinkfold.config import EngineConfig
 from thinkfold.engine.language import load_language
 from thinkfold.fold import gate, selectors
-from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
+from thinkfold.fold.budgets import BUDGETS_FILE, OWN, FoldBudgets
 from thinkfold.fold.compaction import rotate, segment_share
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.fold.segments import Entries, Segments, Summary, raw_entries
@@ -188,7 +188,9 @@ class Reader:
             inside = range(span.start, span.end + PAGE_SIZE)  # a segment ends within a page behind its span
             chosen_by = replace(chosen_by, ends=tuple(end - span.start for end in ends if end in inside))
             budget = torch.tensor(counts).view(memory.keys.shape[:2])
-            options = self.options if arm.selector == "conclusion_attention" else {}
+            options = self.budgets.options(arm.selector)
+            if arm.selector == OWN:
+                options |= self.options
             summary = selectors.create(arm.selector, **options).select(chosen_by, budget)
             prepared.append((span, summary, float(gate.estimate(judged_by, summary))))
             planner.prepare(span, position)

@@ -20,6 +20,7 @@ from thinkfold.engine.language import load_language
 from thinkfold.errors import ParameterError
 from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
 from thinkfold.fold.segments import Entries
+from thinkfold.fold.spans import Span
 from thinkfold.pebble import pebble_path
 from thinkfold.types import FOLD_PROFILES
 
@@ -86,25 +87,30 @@ def test_answers_are_cut_as_the_engine_cuts_them(tmp_path: Path, monkeypatch: py
     assert main([*words, "--offset", "77", "-n", "2"]) == 2
 
 
-def test_by_loss_is_the_rise_above_noise_with_a_little_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_loss_is_the_relief_with_a_little_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     args = argparse.Namespace(model="pebble", device="cpu", dtype="auto", conclusion=16, by="loss")
     counts = [[float(layer + head) for head in range(HEADS)] for layer in range(LAYERS)]  # mean 4
-    rise = torch.full((LAYERS, HEADS), 0.001)
-    rise[3, 1] = 0.02
+    relief, mass = torch.zeros(LAYERS, HEADS), torch.zeros(LAYERS, HEADS, dtype=torch.bool)
+    relief[3, 1] = 0.02
+    text = sensitivity.Text([], [Span(0, 16, 20)] * 7, Entries(*torch.zeros(3, 1)))
     asked: list[int] = []
 
-    def measured(model: object, texts: list[object], conclusion: int) -> sensitivity.Sensitivity:
+    def searched(model: object, texts: list[object], conclusion: int) -> sensitivity.Needs:
+        assert texts == [text]
         asked.append(conclusion)
-        return sensitivity.Sensitivity(rise, torch.full_like(rise, 0.002), 100)
+        return sensitivity.Needs(relief, mass, 100)
 
-    monkeypatch.setattr(calibrate, "count", lambda *_: (counts, 7))
-    monkeypatch.setattr(sensitivity, "measure", measured)
-    weights, folds = calibrate.weigh(args, [], 32)
-    assert asked == [16] and folds == 7
+    monkeypatch.setattr(calibrate, "survey", lambda *_: (counts, [text]))
+    monkeypatch.setattr(sensitivity, "search", searched)
+    table = calibrate.weigh(args, [], 32)
+    assert asked == [16] and table.folds == 7 and table.mass == []
+    weights = table.weights
     assert weights[3][1] == pytest.approx(0.95 * 16 + 0.05 * 1) and weights[7][1] == pytest.approx(0.05 * 2)
     assert weights[0][0] == 0.0, "neither loss nor attention asks for anything"
+    mass[1, 0] = True
+    assert calibrate.weigh(args, [], 32).mass == [[0, 0], [1, 0], *[[0, 0]] * 6]
     args.by = "attention"
-    assert calibrate.weigh(args, [], 32) == (counts, 7)
+    assert calibrate.weigh(args, [], 32) == calibrate.Table(counts, [], 7)
 
 
 @pytest.mark.parametrize(

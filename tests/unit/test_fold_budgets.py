@@ -90,7 +90,7 @@ def test_without_a_table_all_heads_get_the_same() -> None:
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "fold_budgets.json"
-    write(path, [[0.0, 1.0], [6.0, 3.0], [2.0, 0.0]], 16, {"model": "tiny", "calibrated_on": "two texts"})
+    write(path, [[0.0, 1.0], [6.0, 3.0], [2.0, 0.0]], 16, [], {"model": "tiny", "calibrated_on": "two texts"})
     assert FoldBudgets.load(path, LAYERS, HEADS) == table()
     found = json.loads(path.read_text())
     assert found["model"] == "tiny" and found["weights"][1] == [3.0, 1.5]
@@ -98,7 +98,7 @@ def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_table_of_another_shape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "fold_budgets.json"
-    write(path, [[1.0, 1.0]] * 4, 16, {})
+    write(path, [[1.0, 1.0]] * 4, 16, [], {})
     for shape in ((3, 2), (4, 1), (2, 4)):
         with pytest.raises(ParameterError, match=r"fold_budgets: .* is for 4 layers of 2 KV heads"):
             FoldBudgets.load(path, *shape)
@@ -134,7 +134,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
     path = tmp_path / "fold_budgets.json"
     with pytest.raises(ParameterError, match="not all 0"):
-        write(path, [[0.0]], 16, {})
+        write(path, [[0.0]], 16, [], {})
     assert not path.exists()
 
 

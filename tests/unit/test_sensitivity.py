@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from thinkfold.cli import sensitivity
-from thinkfold.cli.sensitivity import NEVER, Blind, Reader, Sensitivity, forgotten, measure
+from thinkfold.cli.sensitivity import NEVER, Reader, Text, View, forgotten, search
 from thinkfold.errors import UnsupportedError
 from thinkfold.fold.planner import COMMIT_LAG
+from thinkfold.fold.segments import Entries
 from thinkfold.fold.spans import Span
 
 LAYERS, HEADS, TOKENS = 2, 2, 40
 SPANS = [Span(8, 16, 20, (6, 10)), Span(16, 24, 28, (2, 8))]
-IDS = torch.randint(0, 32, (TOKENS,), generator=torch.Generator().manual_seed(2)).tolist()
+RANDOM = torch.Generator().manual_seed(2)
+IDS = torch.randint(0, 32, (TOKENS,), generator=RANDOM).tolist()
+POOLED = Entries(*torch.randn(2, LAYERS, HEADS, len(SPANS), 8, generator=RANDOM), torch.ones(LAYERS, HEADS, len(SPANS)))
+TEXT = Text(IDS, SPANS, POOLED)
+FIRST = SPANS[0].due + COMMIT_LAG
+CELLS = frozenset((layer, head) for layer in range(LAYERS) for head in range(HEADS))
+ALL = View(frozenset())
 
 
 def tiny(window: int | None = None) -> Any:
@@ -44,20 +51,28 @@ def losses(model: Any) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, torch.tensor(IDS[1:]), reduction="none")
 
 
-def masked(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
-    """Attention by the book, in which head 1 of layer 0 sees of the spans what `forgotten` leaves."""
-    group, seen = query.shape[1] // key.shape[1], torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    seen = seen.expand(query.shape[1], -1, -1).clone()
-    if module.layer_idx == 0:
-        for q in range(TOKENS):
-            for k in range(TOKENS):
-                folded = any(s.start <= k < s.end and q >= s.due + COMMIT_LAG for s in SPANS)
-                stays = any(s.start <= k < s.end and any(0 < s.start + e - k <= 3 for e in s.ends) for s in SPANS)
-                if folded and not stays:
-                    seen[group : 2 * group, q, k] = False
-    keys, values = (part.repeat_interleave(group, 1) for part in (key, value))
-    logits = (query @ keys.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
-    return (logits.softmax(-1) @ values).transpose(1, 2), None
+def masked(mass: bool) -> Any:
+    """Attention by the book, in which head 1 of layer 0 sees of the spans what `forgotten` leaves, and pooled ones."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        group, seen = query.shape[1] // key.shape[1], torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        seen = seen.expand(query.shape[1], -1, -1).clone()
+        later = torch.full((query.shape[1], TOKENS, len(SPANS)), -torch.inf)
+        for q in range(TOKENS if module.layer_idx == 0 else 0):
+            for number, s in enumerate(SPANS):
+                folded = q >= s.due + COMMIT_LAG
+                for k in range(s.start, s.end):
+                    if folded and not any(0 < s.start + e - k <= 3 for e in s.ends):
+                        seen[group : 2 * group, q, k] = False
+                if folded and mass:
+                    later[group : 2 * group, q, number] = POOLED.bias[0, 1, number]
+        keys, values = (part.repeat_interleave(group, 1) for part in (key, value))
+        more = [p[module.layer_idx].repeat_interleave(group, 0)[None] for p in (POOLED.keys, POOLED.values)]
+        own = (query @ keys.transpose(-1, -2) * scaling).masked_fill(~seen, -torch.inf)
+        logits = torch.cat((own, query @ more[0].transpose(-1, -2) * scaling + later), -1)
+        return (logits.softmax(-1) @ torch.cat((values, more[1]), 2)).transpose(1, 2), None
+
+    return attend
 
 
 def test_forgotten_is_what_lies_before_no_end_and_only_when_the_fold_is_committed() -> None:
@@ -70,74 +85,79 @@ def test_forgotten_is_what_lies_before_no_end_and_only_when_the_fold_is_committe
     assert forgotten(10, [], 3).tolist() == [NEVER] * 10
 
 
+@pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize("block", [7, 512])
-def test_a_blind_head_is_as_attention_by_the_book(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_a_blind_head_is_as_attention_by_the_book(monkeypatch: pytest.MonkeyPatch, block: int, mass: bool) -> None:
     from transformers import AttentionInterface
 
     monkeypatch.setattr(sensitivity, "BLOCK", block)
-    model, first = tiny(), 20 + COMMIT_LAG
+    model = tiny()
     full = losses(model)
-    AttentionInterface.register("by_the_book", masked)
+    AttentionInterface.register("by_the_book", masked(mass))
     model.set_attn_implementation("by_the_book")
-    wanted = losses(model) - full
-    rises = list(Reader(model).rises(IDS, first, forgotten(TOKENS, SPANS, 3), [(0, 1), (1, 0)]))
-    assert wanted[:first].abs().max() < 1e-4 < wanted[first:].abs().min()
-    torch.testing.assert_close(rises[0], wanted[first:], atol=1e-4, rtol=1e-4)
-    assert (rises[1] - rises[0]).abs().max() > 1e-3
+    wanted = full - losses(model)
+    blind = View(frozenset({(0, 1)}), frozenset({(0, 1)} if mass else ()))
+    (fall,) = Reader(model).falls(TEXT, 3, ALL, {(0, 1): blind})
+    assert wanted[:FIRST].abs().max() < 1e-4 < wanted[FIRST:].abs().min()
+    torch.testing.assert_close(fall, wanted[FIRST:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_known_layers_are_not_computed_again_and_say_the_same(layer: int) -> None:
-    model, blind = tiny(), Blind(layer, 1, forgotten(TOKENS, SPANS, 3))
-    reader, text = Reader(model), torch.tensor([IDS])
-    said = reader._run(text, [], None)
-    calls: list[int] = []
+    model = tiny()
+    reader, calls = Reader(model), []
     for at, module in enumerate(model.base_model.layers):
         module.register_forward_hook(lambda *_, at=at: calls.append(at))
-    short = reader._run(text, said[:layer], blind)
-    assert calls == list(range(layer, LAYERS))
-    torch.testing.assert_close(short[-1], reader._run(text, [], blind)[-1])
-    assert not torch.equal(short[-1], said[-1])
-    assert list(model.base_model.layers) == list(reader.layers)
+    view = View(CELLS)
+    (short,) = reader.falls(TEXT, 3, view, {(layer, 1): view.sighted((layer, 1))})
+    assert calls == [*range(LAYERS), *range(layer, LAYERS)]
+    (whole,) = reader.falls(TEXT, 3, view, {(0, 0): view.sighted((layer, 1))})
+    torch.testing.assert_close(short, whole)
+    assert short.any() and list(model.base_model.layers) == list(reader.layers)
 
 
-def test_who_sees_everything_loses_nothing() -> None:
-    model = tiny()
-    cells = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
-    for rise in Reader(model).rises(IDS, 3, torch.full((TOKENS,), NEVER), cells):
-        assert len(rise) == TOKENS - 4 and not rise.any()
-    found = measure(model, [(IDS, SPANS)], 8)  # every token of a span lies before some end
-    assert not found.rise.any() and not found.needs.any()
+def test_who_sees_everything_has_nothing_to_win() -> None:
+    found = search(tiny(), [TEXT], 8)  # every token of a span lies before some end
+    assert not found.relief.any() and not found.mass.any() and found.tokens == TOKENS - 1 - FIRST
 
 
 def test_a_layer_with_a_window_does_not_miss_what_lies_behind_it() -> None:
     spans = [Span(8, 16, 24, (8,))]  # gone from 28 on, 12 positions behind its last token
-    found = measure(tiny(5), [(IDS, spans)], 0)
-    assert found.rise[0].abs().min() > 1e-4 and not found.rise[1].any()
+    views = {(layer, 0): View(frozenset({(layer, 0)})) for layer in range(LAYERS)}
+    first, second = Reader(tiny(5)).falls(Text(IDS, spans, POOLED), 0, ALL, views)
+    assert first.abs().max() > 1e-4 and not second.any()
 
 
-def test_measure_takes_the_mean_over_tokens_of_all_texts_behind_their_first_fold() -> None:
-    model = tiny()
-    texts = [(IDS, SPANS), (IDS[::-1], SPANS[1:]), (IDS, []), (IDS[:25], SPANS)]
-    found = measure(model, texts, 3)
-    reader, rises = Reader(model), []
-    for (ids, spans), first in zip(texts[:2], (20 + COMMIT_LAG, 28 + COMMIT_LAG), strict=True):
-        rises.append(next(reader.rises(ids, first, forgotten(TOKENS, spans, 3), [(1, 0)])))
-    rise = torch.cat(rises)
-    assert found.tokens == len(rise) == (TOKENS - 1 - 20 - COMMIT_LAG) + (TOKENS - 1 - 28 - COMMIT_LAG)
-    torch.testing.assert_close(found.rise[1, 0], rise.mean())
-    torch.testing.assert_close(found.error[1, 0], rise.std(correction=0) / len(rise) ** 0.5)
+def test_the_head_that_helps_most_gets_its_tokens_back_until_none_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = {(0, 0): 0.5, (0, 1): 0.0, (1, 0): 0.1, (1, 1): 0.3}
+
+    def scripted(_: Reader, text: Text, conclusion: int, view: View, ways: dict[Any, View]) -> Any:
+        assert conclusion == 3
+        for cell, way in ways.items():
+            gain = worth[cell] if cell not in view.mass else 0.0
+            if cell == (1, 0) and (1, 1) in view.blind - view.mass:
+                gain = -0.2  # of no use while the other is blind
+            share = {(1, 1): 0.9}.get(cell, 0.2) if cell in way.mass else 1.0
+            yield torch.full((10,), gain * share)
+
+    monkeypatch.setattr(Reader, "falls", scripted)
+    found = search(tiny(), [TEXT, Text(IDS[:25], SPANS, POOLED)], 3)
+    assert found.relief.tolist() == [[0.5, 0.0], [pytest.approx(0.1), 0.0]]
+    assert found.mass.tolist() == [[False, False], [False, True]], "one pooled entry does most of what its tokens do"
+    assert found.tokens == 10, "of the second text nothing comes behind the first fold"
 
 
-def test_noise_and_gains_are_no_need() -> None:
-    rise, error = torch.tensor([[0.3, 0.01], [-0.2, 0.0]]), torch.tensor([[0.1, 0.02], [0.01, 0.0]])
-    assert Sensitivity(rise, error, 9).needs.tolist() == [[pytest.approx(0.3), 0.0], [0.0, 0.0]]
+@pytest.mark.parametrize("falls", [[0.004, -0.003, 0.0, 0.0], [5e-5, 5e-5, 5e-5, 5e-5], [-1.0, -1.0, -1.0, -1.0]])
+def test_noise_and_harm_are_no_need(monkeypatch: pytest.MonkeyPatch, falls: list[float]) -> None:
+    monkeypatch.setattr(Reader, "falls", lambda *args: (torch.tensor(falls) for _ in args[-1]))
+    found = search(tiny(), [TEXT], 3)
+    assert not found.relief.any() and not found.mass.any()
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
     model = tiny()
     with pytest.raises(UnsupportedError, match="no token comes behind a fold"):
-        measure(model, [(IDS[:24], SPANS)], 3)
+        search(model, [Text(IDS[:24], SPANS, POOLED)], 3)
     model.base_model.layers = torch.nn.Sequential(*model.base_model.layers)
     with pytest.raises(UnsupportedError, match="--by attention"):
         Reader(model)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from thinkfold.cli.sensitivity import Text
     from thinkfold.cli.traces import Trace
     from thinkfold.engine.language import Language
 
@@ -51,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--by",
         choices=["loss", "attention"],
         default="loss",
-        help="what a head's need is: the rise of the loss when it keeps only conclusions (default), or attention",
+        help="what a head's need is: the fall of the loss when it gets back what folds took (default), or attention",
     )
     parser.add_argument("--max-tokens", type=int, default=8192, help="of a text or an answer (default: 8192)")
     parser.add_argument("--device", default="auto")
@@ -83,66 +84,93 @@ def run(args: argparse.Namespace) -> int:
     samples = _texts(args, policy) if args.texts else _answers(args, policy, language)
     if not any(sample.spans for sample in samples):
         raise ParameterError("texts" if args.texts else "suite", "nothing in it is long enough to be folded")
-    weights, folds = weigh(args, samples, entries)
+    table = weigh(args, samples, entries)
     origin = {
         "model": Path(args.model).name,
         "calibrated_on": _source(args),
         "by": args.by,
-        "folds": folds,
+        "folds": table.folds,
         "entries": entries,
     }
-    write(args.out, weights, args.conclusion, origin)
-    FoldBudgets.load(args.out, len(weights), len(weights[0]))
-    least, most = min(map(min, weights)), max(map(max, weights))
-    print(f"{args.out}: {folds} folds; shares of heads from {least:.2f} to {most:.2f} of the mean", file=sys.stderr)
+    write(args.out, table.weights, args.conclusion, table.mass, origin)
+    FoldBudgets.load(args.out, len(table.weights), len(table.weights[0]))
+    least, most = min(map(min, table.weights)), max(map(max, table.weights))
+    pooled = sum(map(sum, table.mass))
+    print(
+        f"{args.out}: {table.folds} folds; shares of heads from {least:.2f} to {most:.2f} of the mean, "
+        f"{pooled} heads with a pooled entry",
+        file=sys.stderr,
+    )
     return 0
 
 
-def weigh(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> tuple[list[list[float]], int]:
-    """What the heads get `[layers][kv_heads]`, mean 1, and the number of spans.
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What heads get `[layers][kv_heads]`, mean 1, who has pooled entries (empty: none), and the number of spans."""
 
-    By loss: the rise of the loss when the head alone keeps only conclusions, rises within their standard error taken
-    as 0, and a share of `FAVOUR` by attention. Attention alone says where a head looks, not whether
-    anything hangs on it; the loss alone says 0 of a head that no text at hand has tried.
+    weights: list[list[float]]
+    mass: list[list[int]]
+    folds: int
+
+
+def weigh(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> Table:
+    """A table for all heads.
+
+    By loss: what the loss falls by when a head that keeps only conclusions gets its tokens back, and a share of
+    `FAVOUR` by attention. Attention alone says where a head looks, not whether anything hangs on it; the loss alone
+    says 0 of a head that no text at hand has tried.
     """
-    from thinkfold.cli.sensitivity import measure
+    from thinkfold.cli.sensitivity import search
 
     model, inv_freq = _load(args)
-    counts, folds = count(model, inv_freq, samples, entries, args.conclusion)
+    counts, texts = survey(model, inv_freq, samples, entries, args.conclusion)
+    folds = sum(len(text.spans) for text in texts)
     if args.by == "attention":
-        return counts, folds
-    found = measure(model, [(sample.ids, sample.spans) for sample in samples], args.conclusion)
-    for layer, head in found.needs.nonzero().tolist():
-        rise, error = found.rise[layer, head], found.error[layer, head]
-        print(f"layer {layer} head {head}: {rise:+.5f} ± {error:.5f} nats a token", file=sys.stderr)
-    return blend(found.needs.tolist(), counts, FAVOUR), folds
+        return Table(counts, [], folds)
+    needs = search(model, texts, args.conclusion)
+    weights = blend(needs.relief.tolist(), counts, FAVOUR)
+    return Table(weights, needs.mass.int().tolist() if needs.mass.any() else [], folds)
 
 
-def count(
+def survey(
     model: Any, inv_freq: Tensor, samples: Sequence[Sample], entries: int, conclusion: int
-) -> tuple[list[list[float]], int]:
-    """What the heads win `[layers][kv_heads]` when all compete for each span, mean 1, and the number of spans."""
+) -> tuple[list[list[float]], list[Text]]:
+    """What the heads win `[layers][kv_heads]` when all compete for each span, mean 1.
+
+    And the samples with the pooled entry that could stand in each head for what a span loses beside its conclusion.
+    """
     import torch
     from tqdm import tqdm
 
     from thinkfold.cli.capture import read, use_tape
-    from thinkfold.fold.compaction import global_counts, importance, segment_share
+    from thinkfold.cli.sensitivity import Text
+    from thinkfold.fold.compaction import choose, global_counts, importance, segment_share, uniform_budget
+    from thinkfold.fold.fit import remainder
+    from thinkfold.fold.segments import Entries
     from thinkfold.runner.folder import AHEAD
 
-    tape, won, folds = use_tape(model), torch.zeros(()), 0
+    tape, won, texts = use_tape(model), torch.zeros(()), []
     for sample in tqdm(samples, unit="text", file=sys.stderr):
-        record = read(model, tape, sample.ids)
+        record, pooled = read(model, tape, sample.ids), []
+        layers, heads = record.keys.shape[:2]
         for span in sample.spans:
             now = min(span.due, len(sample.ids))
             late = torch.linspace(span.end, now - 1, min(QUERIES, now - span.end)).long()
             past = torch.linspace(0, span.end - 1, QUERIES).long()
             segments = record.segment(span.start, span.end, now, late, past, AHEAD, inv_freq)
+            segments = replace(segments, ends=span.ends)
             size = min(entries, span.tokens)
             first = min(conclusion, size)
-            counts = global_counts(importance(segments), segment_share(segments), size, first)[0]
-            won, folds = won + (counts - first).cpu(), folds + 1
+            scores = importance(segments)
+            counts = global_counts(scores, segment_share(segments), size, first)[0]
+            won = won + (counts - first).cpu()
+            exact = choose(scores, uniform_budget(layers, heads, first), conclusion, span.ends)
+            pooled.append(remainder(segments, exact, uniform_budget(layers, heads, 1)))
+        if pooled:
+            parts = (torch.cat([getattr(p, name)[0] for p in pooled], 2) for name in ("keys", "values", "bias"))
+            texts.append(Text(sample.ids, sample.spans, Entries(*parts)))
     mean = won.double().mean().clamp(min=1e-9)
-    return (won / mean).tolist(), folds
+    return (won / mean).tolist(), texts
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, Tensor]:

@@ -13,6 +13,7 @@ from thinkfold.errors import ParameterError
 
 BUDGETS_FILE = "fold_budgets.json"  # beside the model
 FIELD = "fold_budgets"  # what errors name
+OWN = "conclusion_attention"  # the selector that these tables are counted for
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,15 @@ class FoldBudgets:
 
     `weights` say how the entries of a fold are shared out, one number a head, mean 1; empty without a table.
     `conclusion` entries go to every head before that, unless they would take more than half of the budget from heads
-    that may need all of it.
+    that may need all of it. `mass` says how many of a head's entries are pooled ones that stand for all it lost; empty
+    means none.
     """
 
     num_layers: int
     num_kv_heads: int
     weights: tuple[float, ...] = ()
     conclusion: int = 0
+    mass: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, path: Path | None, num_layers: int, num_kv_heads: int) -> FoldBudgets:
@@ -41,16 +44,20 @@ class FoldBudgets:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ParameterError(FIELD, f"cannot read {path.name}: {error}") from error
-        weights, conclusion = _table(found, path.name)
+        weights, conclusion, mass = _table(found, path.name)
         if (len(weights), {len(layer) for layer in weights}) != (num_layers, {num_kv_heads}):
             shape = f"{len(weights)} layers of {' or '.join(str(len(layer)) for layer in weights[:1])} KV heads"
             raise ParameterError(FIELD, f"{path.name} is for {shape}, the model has {num_layers} of {num_kv_heads}")
-        return cls(num_layers, num_kv_heads, tuple(w for layer in weights for w in layer), conclusion)
+        return cls(num_layers, num_kv_heads, _flat(weights), conclusion, _flat(mass))
 
     @property
     def calibrated(self) -> bool:
         """False where every head gets the same for want of a table."""
         return bool(self.weights)
+
+    def options(self, selector: str) -> dict[str, Any]:
+        """What the table tells a selector beside the numbers of entries, as options of its class."""
+        return {"mass": self.mass} if selector == OWN and self.mass else {}
 
     def counts(self, entries: int, tokens: int, page_size: int) -> list[int]:
         """Entries of each head in a fold of `tokens` tokens to `entries` a head on average, never more than that.
@@ -110,15 +117,21 @@ def blend(needs: Sequence[Sequence[float]], others: Sequence[Sequence[float]], s
     ]
 
 
-def write(path: Path, weights: Sequence[Sequence[float]], conclusion: int, origin: dict[str, Any]) -> None:
-    """Write a table `[layers][kv_heads]`, scaled to mean 1; `origin` says of which model and from what it was counted.
+def write(
+    path: Path,
+    weights: Sequence[Sequence[float]],
+    conclusion: int,
+    mass: Sequence[Sequence[int]],
+    origin: dict[str, Any],
+) -> None:
+    """Write a table `[layers][kv_heads]`, scaled to mean 1, and `mass` of the same shape or empty.
 
-    Raises ParameterError for weights that are no table.
+    `origin` says of which model and from what it was counted. Raises ParameterError for numbers that are no table.
     """
     scale = sum(map(len, weights)) / (sum(map(sum, weights)) or 1.0)
     layers = [[round(w * scale, 3) for w in layer] for layer in weights]
-    _table({"conclusion": conclusion, "weights": layers}, path.name)
-    head = json.dumps({**origin, "conclusion": conclusion}, indent=1)[:-2]
+    _table({"conclusion": conclusion, "weights": layers, "mass": mass}, path.name)
+    head = json.dumps({**origin, "conclusion": conclusion, "mass": mass}, indent=1)[:-2]
     lines = ",\n  ".join(json.dumps(layer) for layer in layers)
     path.write_text(f'{head},\n "weights": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
@@ -127,14 +140,26 @@ def _mean(table: Sequence[Sequence[float]]) -> float:
     return sum(map(sum, table)) / sum(map(len, table))
 
 
-def _table(found: Any, name: str) -> tuple[list[list[float]], int]:
-    layers = found.get("weights") if isinstance(found, dict) else None
-    conclusion = found.get("conclusion") if isinstance(found, dict) else None
-    if not isinstance(layers, list) or not layers or not all(isinstance(layer, list) and layer for layer in layers):
+def _flat(table: Sequence[Sequence[float]]) -> tuple[Any, ...]:
+    return tuple(number for layer in table for number in layer)
+
+
+def _table(found: Any, name: str) -> tuple[list[list[float]], int, list[list[int]]]:
+    """Weights, conclusion and mass of what a file holds; mass may be absent."""
+    found = found if isinstance(found, dict) else {}
+    weights, conclusion, mass = found.get("weights"), found.get("conclusion"), found.get("mass", [])
+    if not _layers(weights):
         raise ParameterError(FIELD, f"{name} holds no weights by layer and KV head")
-    numbers = [w for layer in layers for w in layer]
+    numbers = _flat(weights)
     if not all(type(w) in (int, float) and isfinite(w) and w >= 0 for w in numbers) or not sum(numbers):
         raise ParameterError(FIELD, f"{name}: weights must be finite, not negative and not all 0")
     if type(conclusion) is not int or conclusion < 0:
         raise ParameterError(FIELD, f"{name}: conclusion must be a number of entries, got {conclusion!r}")
-    return layers, conclusion
+    same = mass == [] or (_layers(mass) and list(map(len, mass)) == list(map(len, weights)))
+    if not same or not all(type(m) is int and m >= 0 for m in _flat(mass)):
+        raise ParameterError(FIELD, f"{name}: mass must hold one number of entries for each weight")
+    return weights, conclusion, mass
+
+
+def _layers(table: Any) -> bool:
+    return isinstance(table, list) and bool(table) and all(isinstance(layer, list) and layer for layer in table)

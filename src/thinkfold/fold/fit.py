@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from thinkfold.fold.compaction import local_attention
+from thinkfold.fold.compaction import local_attention, rms_attention, segment_share
 from thinkfold.fold.segments import Pooled, Segments, take
 
 MASS_BOX = (math.exp(-7.0), math.exp(9.0))
@@ -94,6 +94,21 @@ def fit_pooled(
     low, high = segments.values.amin(-2, keepdim=True), segments.values.amax(-2, keepdim=True)
     middle, reach = (low + high) / 2, high - low  # twice the range the segment has in each channel
     return Pooled(keys, fitted.clamp(middle - reach, middle + reach), bias)
+
+
+def remainder(segments: Segments, exact: Tensor, counts: Tensor) -> Pooled:
+    """`counts` `[L, H]` entries that stand for all tokens but the exact ones, each for an equal stretch of the segment.
+
+    Keys and values are means under the attention that tokens draw; β is fitted. Values are not: one entry for hundreds
+    of tokens is judged by few queries, and a refit follows those too closely.
+    """
+    free = torch.ones_like(segments.keys[..., 0], dtype=torch.bool)
+    padded = torch.cat((free, free[..., :1]), dim=-1)
+    free = padded.scatter(-1, exact.masked_fill(exact < 0, segments.tokens), False)[..., :-1]
+    members = stretches(segments.tokens, counts.to(segments.keys.device)).to(segments.keys) * free.unsqueeze(-2)
+    weights = members * rms_attention(segments.queries, segments.keys, segments.scale).unsqueeze(-2)
+    keys, values = pool(segments.keys, weights), pool(segments.values, weights)
+    return fit_pooled(segments, exact, segment_share(segments), keys, values, log_counts(members), refit=False)
 
 
 def _floored(weights: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Folder:
             self._segments(work, positions, keys, values) if positions else self._alone(work, keys, values)
         )
         budget = torch.tensor(counts).view(layers, heads)
-        summary = selectors.create(work.selector).select(chosen_by, budget)
+        summary = selectors.create(work.selector, **self._budgets.options(work.selector)).select(chosen_by, budget)
         kept = counts if summary.pooled is not None or summary.indices.shape[-1] else [0] * len(counts)
         self._prepared[work.fold_id] = _Prepared(summary, kept)
         return gate.estimate(judged_by, summary)[0]
