@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -90,8 +91,14 @@ def test_without_a_table_all_heads_get_the_same() -> None:
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "fold_budgets.json"
-    write(path, [[0.0, 1.0], [6.0, 3.0], [2.0, 0.0]], 16, [], {"model": "tiny", "calibrated_on": "two texts"})
-    assert FoldBudgets.load(path, LAYERS, HEADS) == table()
+    origin = {"model": "tiny", "calibrated_on": "two texts"}
+    weights = [[0.0, 1.0], [6.0, 3.0], [2.0, 0.0]]
+    write(path, weights, 16, [[0, 1], [0, 0], [2, 0]], origin)
+    massive = replace(table(), mass=(0, 1, 0, 0, 2, 0))
+    assert FoldBudgets.load(path, LAYERS, HEADS) == massive
+    assert massive.options("conclusion_attention") == {"mass": massive.mass} and massive.options("snap") == {}
+    write(path, weights, 16, [], origin)
+    assert FoldBudgets.load(path, LAYERS, HEADS) == table() and table().options("conclusion_attention") == {}
     found = json.loads(path.read_text())
     assert found["model"] == "tiny" and found["weights"][1] == [3.0, 1.5]
 
@@ -117,6 +124,11 @@ def test_a_table_of_another_shape_is_refused(tmp_path: Path) -> None:
         '{"weights": [[1.0, true]], "conclusion": 16}',
         '{"weights": [[1.0, 2.0]], "conclusion": -1}',
         '{"weights": [[1.0, 2.0]]}',
+        '{"weights": [[1.0, 2.0]], "conclusion": 16, "mass": [[1]]}',
+        '{"weights": [[1.0, 2.0]], "conclusion": 16, "mass": [[0, 1], [0, 1]]}',
+        '{"weights": [[1.0, 2.0]], "conclusion": 16, "mass": [[0, -1]]}',
+        '{"weights": [[1.0, 2.0]], "conclusion": 16, "mass": [[0, 1.0]]}',
+        '{"weights": [[1.0, 2.0]], "conclusion": 16, "mass": 1}',
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:

@@ -178,6 +178,27 @@ def test_a_conclusion_is_kept_where_its_segment_ends_and_not_where_the_pages_do(
     assert not torch.equal(none, indices)
 
 
+def test_a_head_with_mass_keeps_what_its_average_was() -> None:
+    """Queries that look at everything alike: no few exact copies carry that, one pooled entry does."""
+    segments = make_segments(torch.float64)
+    segments = replace(segments, queries=segments.queries * 1e-3, context_lse=segments.context_lse.clamp(min=9.0))
+    budget, mass = uniform_budget(LAYERS, HEADS, 9), [0, 1] + [0] * (LAYERS * HEADS - 3) + [3]
+    exact = select("conclusion_attention", segments, budget)
+    summary = selectors.create("conclusion_attention", conclusion=4, mass=mass).select(segments, budget)
+    assert torch.equal(summary.counts, budget.expand_as(summary.counts)) and summary.pooled is not None
+    made = summary.pooled.bias.isfinite().sum(-1)
+    assert torch.equal(made, torch.tensor(mass).view(LAYERS, HEADS).expand_as(made))
+    full, lse = attend(segments.queries, raw_entries(segments.keys, segments.values), SCALE)
+    errors, masses = [], []
+    for kept in (exact, summary):
+        out, folded = outputs(segments, kept)
+        errors.append((out - full).norm(dim=-1).mean((0, 3)))
+        masses.append((folded - lse).abs().mean((0, 3)))
+    for layer, head in ((0, 1), (LAYERS - 1, HEADS - 1)):
+        assert masses[1][layer, head] < 1e-2 < 1.0 < masses[0][layer, head]
+        assert errors[1][layer, head] < 0.7 * errors[0][layer, head]
+
+
 @pytest.mark.parametrize("name", ["conclusion_attention", "snap", "kmeans", "attention_matching", "rkv"])
 def test_a_token_that_all_queries_look_at_stays(name: str) -> None:
     segments = make_segments()

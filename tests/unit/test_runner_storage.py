@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -120,8 +121,9 @@ def test_a_span_is_read_in_order(dtype: torch.dtype) -> None:
 
 
 def test_a_page_is_what_its_planes_take() -> None:
-    for dtype in (torch.bfloat16, FP8):
-        storage = KVStorage(PAGES, LAYERS, HEADS, PAGE, DIM, dtype, CPU)
+    for dtype, bias in itertools.product((torch.bfloat16, FP8), (False, True)):
+        storage = KVStorage(PAGES, LAYERS, HEADS, PAGE, DIM, dtype, CPU, bias=bias)
+        assert bool(storage.bias.numel()) == bias
         assert storage.page_bytes * PAGES == sum(p.numel() * p.element_size() for p in planes(storage))
 
 

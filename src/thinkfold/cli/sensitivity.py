@@ -148,9 +148,9 @@ def search(model: Any, texts: Sequence[Text], conclusion: int) -> Needs:
 
     All heads forget at the positions at which the engine would fold. Then, one after another, the head that helps most
     gets its tokens back, or one pooled entry a span where that does at least `ENOUGH` of it, until none helps by more
-    than its standard error and `LEAST`. Blinding one head of a sighted model would not find heads that do the same work: each
-    covers for the other. Judged are the tokens behind a text's first fold. Layers below a head say what they said
-    before and are not computed again. Raises UnsupportedError.
+    than its standard error and `LEAST`. To blind one head of a sighted model would not find heads that do the same
+    work: each covers for the other. Judged are the tokens behind a text's first fold. Layers below a head say what they
+    said before and are not computed again. Raises UnsupportedError.
     """
     reader = Reader(model)
     shape = (len(reader.layers), int(model.config.num_key_value_heads))

@@ -131,9 +131,10 @@ def write(
     scale = sum(map(len, weights)) / (sum(map(sum, weights)) or 1.0)
     layers = [[round(w * scale, 3) for w in layer] for layer in weights]
     _table({"conclusion": conclusion, "weights": layers, "mass": mass}, path.name)
-    head = json.dumps({**origin, "conclusion": conclusion, "mass": mass}, indent=1)[:-2]
-    lines = ",\n  ".join(json.dumps(layer) for layer in layers)
-    path.write_text(f'{head},\n "weights": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+    head = json.dumps({**origin, "conclusion": conclusion}, indent=1)[:-2]
+    tables = {"mass": mass, "weights": layers} if mass else {"weights": layers}
+    body = [f' "{name}": [\n  ' + ",\n  ".join(map(json.dumps, table)) + "\n ]" for name, table in tables.items()]
+    path.write_text(",\n".join([head, *body]) + "\n}\n", encoding="utf-8")
 
 
 def _mean(table: Sequence[Sequence[float]]) -> float:

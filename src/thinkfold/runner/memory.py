@@ -47,7 +47,8 @@ class DeviceMemory:
         layers, heads, page_size = loaded.num_layers, loaded.num_kv_heads, config.page_size
         device, slots = loaded.device, config.max_num_seqs
         dtype = kv_dtype(config, loaded)
-        self.storage = KVStorage(num_pages, layers, heads, page_size, loaded.head_dim, dtype, device, host_pages)
+        bias, dim = any(budgets.mass), loaded.head_dim
+        self.storage = KVStorage(num_pages, layers, heads, page_size, dim, dtype, device, host_pages, bias=bias)
         self.tables = SummaryTables(slots, layers, heads, page_size, -(-max_model_len // page_size), device)
         self.queries = QueryStore(slots, layers, loaded.num_heads, loaded.head_dim, loaded.dtype, device)
         self._folder = Folder(self.storage, self.tables, self.queries, budgets, attention_facts(loaded))

@@ -18,9 +18,8 @@ from thinkfold.runner import forward_batch, loader, sizing
 from thinkfold.runner.forward_batch import ForwardBatch, StepInputs
 from thinkfold.runner.invariance import row_tile, threads_change_no_bit
 from thinkfold.runner.loader import LoadedModel
-from thinkfold.runner.memory import DeviceMemory, fold_budgets, kv_dtype
+from thinkfold.runner.memory import DeviceMemory, fold_budgets
 from thinkfold.runner.sampler import NUM_STATS, Drawn, Sampler, SamplerInputs
-from thinkfold.runner.storage import page_bytes
 from thinkfold.runner.threads import step_threads
 from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan, StepResult
 from thinkfold.types import TokenLogprobs, TokenStats
@@ -71,8 +70,7 @@ class ModelRunner:
         self.budgets = fold_budgets(loaded)
         self._memory = self._allocate(2)
         self._profile(1)
-        dtype = kv_dtype(config, loaded)
-        size = page_bytes(loaded.num_layers, loaded.num_kv_heads, config.page_size, loaded.head_dim, dtype)
+        size = self.page_bytes
         pages = sizing.pool_pages(
             config,
             self.max_model_len,

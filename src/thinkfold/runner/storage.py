@@ -43,8 +43,8 @@ class KVStorage:
     A page holds `page_size` tokens of all layers and heads in one contiguous piece, K before V
     in each head block; block id = (page · layers + layer) · kv_heads + head, entry id = block ·
     page_size + place. `scales` `[num_pages, layers, kv_heads, 2, page_size]` exist where `dtype`
-    is float8_e4m3fn, `bias` `[num_pages, layers, kv_heads, page_size]` from the first entry on
-    that needs one; else both are `[0]`. The host tier has `host_pages` pages of the same kind,
+    is float8_e4m3fn, `bias` `[num_pages, layers, kv_heads, page_size]` if asked for or from the
+    first entry on that needs one; else both are `[0]`. The host tier has `host_pages` pages of the same kind,
     pinned for a GPU. Memory of a page on a CPU is committed when it is first written.
     """
 
@@ -58,9 +58,11 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
         host_pages: int = 0,
+        *,
+        bias: bool = False,
     ) -> None:
         shape = (num_layers, num_kv_heads, 2, page_size, head_dim)
-        self.page_bytes = page_bytes(num_layers, num_kv_heads, page_size, head_dim, dtype)
+        self.page_bytes = page_bytes(num_layers, num_kv_heads, page_size, head_dim, dtype, bias=bias)
         self._device = device
         self._num_pages = num_pages
         self._host_pages = host_pages
@@ -68,7 +70,7 @@ class KVStorage:
         self._page_size = page_size
         self.tensor, self._host = self._plane(shape, dtype)
         self.scales, self._host_scales = self._plane(shape[:-1] if dtype == FP8 else None, torch.float16)
-        self.bias, self._host_bias = self._plane(None, torch.float32)
+        self.bias, self._host_bias = self._plane(shape[:2] + shape[3:4] if bias else None, torch.float32)
 
     @property
     def num_pages(self) -> int:
@@ -194,10 +196,13 @@ class KVStorage:
                 plane.index_copy_(0, index, host[first : first + count].to(self._device, non_blocking=True))
 
 
-def page_bytes(num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one page, with its scales where `dtype` is float8_e4m3fn."""
+def page_bytes(
+    num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype, *, bias: bool = False
+) -> int:
+    """Bytes of one page, with its scales where `dtype` is float8_e4m3fn, and with `bias` its β."""
     scale = torch.float16.itemsize if dtype == FP8 else 0
-    return num_layers * num_kv_heads * 2 * page_size * (head_dim * dtype.itemsize + scale)
+    entry = 2 * (head_dim * dtype.itemsize + scale) + (torch.float32.itemsize if bias else 0)
+    return num_layers * num_kv_heads * page_size * entry
 
 
 def _raw(plane: Tensor) -> Tensor:
