@@ -1,8 +1,10 @@
 """How many sessions does a KV pool carry, and at what wait, by admission and fold policy? On a simulated clock.
 
 The real scheduler, admission and memory without a device (see `thinkfold.scheduler.simulation`). The pool holds three
-requests of mean length. `overload/…` sends 10,000 short-scaled requests at three times the rate that unfolded KV could
-serve and shows that nothing is lost; the others run a closed loop. Seconds are the step-time model's.
+requests of mean length. `overload/…` and `overload-32k/…` send 10,000 requests at three times (`--rate`) the rate that
+unfolded KV could serve and show that nothing is lost and how long the waits are: of some 330 tokens, and of 32,000 on
+average in units of 64 (a simulated token, page and step stand for 64 tokens, a page of 64 and 64 steps), so that a run
+takes minutes. The others run a closed loop. Seconds are the step-time model's.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ HEADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What requests look like, in tokens; thinking and segments lie between (low, likely or mean, high)."""
+    """What requests look like, in units of `unit` tokens; thinking and segments lie between (low, likely, high)."""
 
     prompt: int
     thinking: tuple[int, int, int]
@@ -38,6 +40,7 @@ class Load:
     page_size: int
     numbers: FoldProfile
     budget: int
+    unit: int = 1
 
     @property
     def mean(self) -> int:
@@ -63,7 +66,10 @@ LOADS = {
     "pebble": Load(120, (3000, 4671, 8400), 30, (150, 400), 16, FOLD_PROFILES["pebble"], 16384),
     "7b-32k": Load(2000, (8000, 24000, 64000), 500, (512, 1024), 16, FOLD_PROFILES["default"], 65536),
 }
-SHORT = Load(12, (190, 290, 525), 6, (10, 25), 4, FoldProfile(32, 8, 4, 8, 4), 1024)
+OVERLOADS = {
+    "overload": Load(12, (190, 290, 525), 6, (10, 25), 4, FoldProfile(32, 8, 4, 8, 4), 1024),
+    "overload-32k": Load(31, (125, 375, 1000), 8, (8, 16), 1, FoldProfile(16, 4, 4, 4, 1), 1024, unit=64),
+}
 ARMS: dict[str, tuple[FoldMode, Literal["fold", "queue"], bool]] = {  # policy, prefer, predicted admission
     "off": (FoldMode.OFF, "fold", True),
     "off_greedy": (FoldMode.OFF, "fold", False),
@@ -106,27 +112,27 @@ def simulate(load: Load, arm: str, args: argparse.Namespace) -> Outcome:
     ).run()
 
 
-def overload(arm: str, requests: int, seed: int) -> Outcome:
-    """`requests` arrive at three times the rate at which unfolded KV of the pool could be served."""
+def overload(load: Load, arm: str, args: argparse.Namespace) -> Outcome:
+    """Requests arrive at `rate` times the rate at which unfolded KV of the pool could be served."""
     mode, prefer, predicted = ARMS[arm]
-    scheduler = make_scheduler(SHORT, predicted=predicted, slots=32)
-    step_time = StepTime()
-    gap = (SHORT.mean - SHORT.prompt) * step_time.seconds(3, 3 * SHORT.mean) / 3 / 3
-    work = (replace(item, arrival=i * gap) for i, item in zip(range(requests), SHORT.work(seed), strict=False))
+    scheduler = make_scheduler(load, predicted=predicted, slots=32)
+    step_time = StepTime().scaled(load.unit)
+    gap = (load.mean - load.prompt) * step_time.seconds(3, 3 * load.mean) / 3 / args.rate
+    work = (replace(item, arrival=i * gap) for i, item in zip(range(args.requests), load.work(args.seed), strict=False))
     return Simulation(
         scheduler,
         work,
-        fold=FoldPolicy(mode, entries=SHORT.numbers.entries, prefer=prefer),
-        numbers=SHORT.numbers,
-        budget=SHORT.budget,
-        max_tokens=SHORT.budget,
+        fold=FoldPolicy(mode, entries=load.numbers.entries, prefer=prefer),
+        numbers=load.numbers,
+        budget=load.budget,
+        max_tokens=min(load.budget, scheduler.kv.capacity * load.page_size - load.prompt),
         step_time=step_time,
     ).run()
 
 
-def metrics(outcome: Outcome, seconds: float) -> dict[str, float]:
-    """The numbers of a row."""
-    names = ("completed", "failed", "steps", "running_mean", "safe_sessions", "output_tokens_per_s", "folds")
+def metrics(outcome: Outcome, seconds: float, unit: int) -> dict[str, float]:
+    """The numbers of a row; `unit` tokens stand behind each simulated one."""
+    names = ("completed", "failed", "steps", "running_mean", "safe_sessions", "folds", "seconds")
     names += ("kv_pool_use_mean", "kv_waste_share", "wait_p50_s", "wait_p99_s", "wait_max_s", "pages_left")
     numbers = {name: getattr(outcome, name) for name in names}
     forced = {f"forced_{rung}": count for rung, count in outcome.forced.items()}
@@ -134,6 +140,7 @@ def metrics(outcome: Outcome, seconds: float) -> dict[str, float]:
         numbers
         | forced
         | {"forced_preemptions": outcome.forced_preemptions, "p99_s": outcome.latency_p99_s}
+        | {"output_tokens_per_s": outcome.output_tokens_per_s * unit}
         | {"real_seconds": seconds}
     )
 
@@ -141,11 +148,12 @@ def metrics(outcome: Outcome, seconds: float) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases, print and keep their rows."""
     parser = argparse.ArgumentParser(prog="thinkfold bench simulate", description=str(__doc__).partition("\n")[0])
-    cases = [f"{load}/{arm}" for load in LOADS for arm in ARMS] + [f"overload/{arm}" for arm in ARMS]
+    cases = [f"{load}/{arm}" for load in (*LOADS, *OVERLOADS) for arm in ARMS]
     parser.add_argument("--case", action="append", help="one of the cases; may be repeated (default: all of pebble)")
     parser.add_argument("--completions", type=int, default=200, help="requests of a closed loop that count")
     parser.add_argument("--ramp", type=int, default=40, help="completions before they count")
     parser.add_argument("--requests", type=int, default=10_000, help="requests of an overload case")
+    parser.add_argument("--rate", type=float, default=3.0, help="overload: times what unfolded KV could serve")
     parser.add_argument("--slots", type=int, default=64, help="branches that may run at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
@@ -157,8 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in chosen:
         name, _, arm = case.partition("/")
         started = time.perf_counter()
-        outcome = overload(arm, args.requests, args.seed) if name == "overload" else simulate(LOADS[name], arm, args)
-        row = rows.make_row("simulate", case, metrics(outcome, time.perf_counter() - started), seed=args.seed)
+        outcome = overload(OVERLOADS[name], arm, args) if name in OVERLOADS else simulate(LOADS[name], arm, args)
+        unit = {**LOADS, **OVERLOADS}[name].unit
+        numbers = metrics(outcome, time.perf_counter() - started, unit)
+        if name in OVERLOADS:
+            numbers["rate"] = args.rate
+        row = rows.make_row("simulate", case, numbers, seed=args.seed)
         if not args.no_record:
             rows.keep(row)
         print(json.dumps(row) if args.json else shown(row), flush=True)

@@ -230,3 +230,23 @@ def test_percentiles_are_values_that_were_seen():
 def test_a_simulation_that_does_not_end_says_so():
     with pytest.raises(RuntimeError, match="after 5 steps"):
         Simulation(make(), [Work(8, 50, 4)], clients=1).run(max_steps=5)
+
+
+def test_units_of_many_tokens_change_the_clock_and_nothing_else():
+    plain, scaled = StepTime(1.0, 0.1, 0.01), StepTime(1.0, 0.1, 0.01).scaled(64)
+    assert scaled.seconds(3, 5.0) == pytest.approx(64 * plain.seconds(3, 64 * 5.0))
+
+
+def test_units_keep_time_and_throughput():
+    """The same requests token by token, and in units of 8 tokens with pages of 8."""
+    fine = [Work(16, 160, 16) for _ in range(12)]
+    coarse = [Work(2, 20, 2) for _ in range(12)]
+
+    def run(work, page, unit):
+        kv = KVManager(4 * 192 // 8, page, enable_prefix_caching=False)
+        scheduler = Scheduler(kv, max_num_seqs=8, max_num_batched_tokens=4096)
+        return Simulation(scheduler, work, clients=12, step_time=StepTime().scaled(unit)).run()
+
+    one, eight = run(fine, 8, 1), run(coarse, 1, 8)
+    assert one.completed == eight.completed == 12
+    assert eight.seconds == pytest.approx(one.seconds, rel=0.1)

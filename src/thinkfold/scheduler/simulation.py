@@ -48,6 +48,10 @@ class StepTime:
     token: float = 2e-5
     entry: float = 2e-8
 
+    def scaled(self, unit: int) -> StepTime:
+        """Where each simulated token and entry stands for `unit` of them, and a step for as many steps."""
+        return StepTime(self.step * unit, self.token * unit, self.entry * unit * unit)
+
     def seconds(self, tokens: int, entries: float) -> float:
         return self.step + self.token * tokens + self.entry * entries
 
