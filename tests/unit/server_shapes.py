@@ -166,9 +166,8 @@ def fold_response(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert [e["sequence_number"] for e in events] == list(range(len(events)))
     assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
     final = events[-1]["response"]
-    assert events[-1]["type"] == f"response.{final['status']}" and {e["response"]["id"] for e in events[:2]} == {
-        final["id"]
-    }
+    name = "completed" if final["status"] == "completed" else "incomplete"
+    assert events[-1]["type"] == f"response.{name}" and {e["response"]["id"] for e in events[:2]} == {final["id"]}
     rest = [e for e in events[2:-1] if e["type"].startswith("response.")]
     for index, item in enumerate(final["output"]):
         mine = [e for e in rest if e["output_index"] == index]

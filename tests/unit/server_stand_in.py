@@ -64,7 +64,8 @@ class Call:
 class ScriptedEngine:
     """Emits `scripts[branch % len]` token by token; `</think>` closes, `<think>` opens thinking.
 
-    `STOP:x` ends a branch as the stop string `x` does; after `ends_after` tokens the model's length is reached.
+    `STOP:x` ends a branch as the stop string `x` does, `CANCEL` and `DISCARD` as an order from outside; after
+    `ends_after` tokens the model's length is reached.
     `refuse` is raised at the first `__anext__`; `fail_after` tokens the request fails. `told` has
     segments and folds that come with the news of a branch's n-th token.
     """
@@ -194,6 +195,9 @@ class _Branch:
         elif token == EOS or token.startswith("STOP:"):
             out.finish_reason = FinishReason.STOP
             news.stop_reason = token.removeprefix("STOP:") if token != EOS else None
+        elif token in ("CANCEL", "DISCARD"):
+            out.finish_reason = FinishReason.ABORT
+            news.discarded = token == "DISCARD"
         elif out.phase is Phase.THINKING:
             news.reasoning = token
             out.num_thinking_tokens += 1

@@ -179,6 +179,7 @@ async def test_stop_reasons() -> None:
     assert (await both_ways(engine))["stop_reason"] == "model_context_window_exceeded"
     stopped = await both_ways(ScriptedEngine((("A", "STOP:end"),)), stop_sequences=["end", "x"])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "end")
+    assert (await both_ways(ScriptedEngine((("A", "CANCEL"),))))["stop_reason"] == "pause_turn"
 
 
 async def test_case_22_budgets_and_effort() -> None:

@@ -179,18 +179,32 @@ async def test_what_is_not_stored_cannot_be_found() -> None:
         assert (await post(client, input="long " * 400)).json()["store"] is False
 
 
+class AsTenant:
+    """Stands for a check of API keys: it says whose a request is."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        tenant = dict(scope.get("headers", ())).get(b"x-tenant", b"").decode()
+        await self.app({**scope, "state": {**scope.get("state", {}), "tenant": tenant}}, receive, send)
+
+
+class Controlled(ScriptedEngine):
+    """Takes the order to pause, and remembers whose it was."""
+
+    owners: list[tuple[str, tuple[str, ...]]]
+
+    def check_owner(self, request_id: str, namespace: tuple[str, ...]) -> None:
+        self.owners = [(request_id, namespace)]
+
+    async def pause(self, *_: Any) -> None: ...
+
+    resume = cancel = end_thinking = set_budget = inject = pause
+
+
 async def test_a_tenant_neither_sees_nor_opens_what_is_anothers() -> None:
     engine = ScriptedEngine((SCRIPT,), template=OPEN_TEMPLATE)
-
-    class AsTenant:
-        """Stands for a check of API keys: it says whose a request is."""
-
-        def __init__(self, app: Any) -> None:
-            self.app = app
-
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            tenant = dict(scope.get("headers", ())).get(b"x-tenant", b"").decode()
-            await self.app({**scope, "state": {**scope.get("state", {}), "tenant": tenant}}, receive, send)
 
     async with serving(engine, wrap=AsTenant) as client:
         mine, theirs = {"x-tenant": "me"}, {"x-tenant": "you"}
@@ -208,6 +222,15 @@ async def test_a_tenant_neither_sees_nor_opens_what_is_anothers() -> None:
         assert foreign.json()["error"]["param"] == "input[1].encrypted_content"
         await client.post("/v1/chat/completions", json={"messages": items["input"][:1]}, headers=theirs)
     assert [call.namespace for call in engine.calls] == [("tenant=me",), ("tenant=me",), ("tenant=you",)]
+
+
+async def test_orders_are_given_in_the_tenants_name() -> None:
+    engine = Controlled()
+    async with serving(engine, wrap=AsTenant) as client:
+        order = {"action": "pause", "cache_salt": "acme"}
+        path = "/v1/thinkfold/responses/resp_x/control"
+        assert (await client.post(path, json=order, headers={"x-tenant": "me"})).status_code == 200
+    assert engine.owners == [("resp_x", ("tenant=me", "salt=acme"))]
 
 
 async def test_logprobs_stand_with_the_answer() -> None:
@@ -321,6 +344,23 @@ async def test_a_request_that_fails_later() -> None:
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert last["response"]["error"] == {"code": "server_error", "message": "the row failed"}
         assert (await client.get(f"/v1/responses/{last['response']['id']}")).status_code == 404
+
+
+async def test_a_cancelled_response_keeps_what_it_may() -> None:
+    kept = await both_ways(ScriptedEngine((("a", "</think>", "A", "CANCEL"),), template=OPEN_TEMPLATE))
+    assert (kept["status"], kept["incomplete_details"]) == ("cancelled", None)
+    assert texts(kept) == [("reasoning", "a", "completed"), ("message", "A", "incomplete")]
+    engine = ScriptedEngine((("a", "</think>", "A", "DISCARD"),), template=OPEN_TEMPLATE)
+    async with serving(engine) as client:
+        whole = (await post(client)).json()
+        events = named_events(await post(client, stream=True))
+    assert [e["item"]["status"] for e in events if e["type"] == "response.output_item.done"] == [
+        "completed",
+        "incomplete",
+    ]
+    assert events[-1]["type"] == "response.incomplete"
+    for response in (whole, events[-1]["response"]):
+        assert (response["status"], response["output"], response["usage"]["output_tokens"]) == ("cancelled", [], 0)
 
 
 async def test_folds_are_events_with_numbers() -> None:

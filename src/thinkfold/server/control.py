@@ -16,7 +16,7 @@ from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.server.body import StrictModel, read_body
 from thinkfold.server.contract import Controllable, Engine
 from thinkfold.server.fields import namespace_of
-from thinkfold.server.state import state_of
+from thinkfold.server.state import owned, state_of
 
 router = APIRouter()
 
@@ -52,7 +52,8 @@ async def control(request: Request, response_id: str) -> dict[str, Any]:
     body = await read_body(request, ControlRequest, state.options.max_body_bytes)
     body.check()
     controls = controllable(engine)
-    controls.check_owner(response_id, namespace_of(body.cache_salt, body.prompt_cache_key))
+    labels = namespace_of(body.cache_salt, body.prompt_cache_key)
+    controls.check_owner(response_id, owned(request, labels))
     more = await _ACTIONS[body.action](engine, controls, response_id, body)
     return {"id": response_id, "object": "thinkfold.control", "action": body.action, **more}
 

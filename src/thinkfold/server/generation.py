@@ -18,7 +18,7 @@ from thinkfold.server.feed import Feed
 from thinkfold.server.folds import fold_data, log_fold
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
-from thinkfold.server.state import state_of, tenant_of
+from thinkfold.server.state import owned, state_of
 from thinkfold.server.streaming import EventStream
 from thinkfold.types import CompletionOutput, FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
@@ -72,8 +72,7 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
     """Run the job. Errors before the first output are raised, later ones end the stream."""
     state = state_of(request)
     timer = state.metrics.timer()
-    tenant = tenant_of(request)
-    namespace = (f"tenant={tenant}", *job.namespace) if tenant else job.namespace
+    namespace = owned(request, job.namespace)
     feed = Feed(request, [_generate(engine, job, i, namespace) for i in range(len(job.prompts))])
     handed_over = False
     try:

@@ -44,3 +44,9 @@ def state_of(request: Request) -> ServerState:
 def tenant_of(request: Request) -> str:
     """Whose request it is, as whoever checked its key wrote into `request.state`; "" where nobody asks."""
     return getattr(request.state, "tenant", "")
+
+
+def owned(request: Request, labels: tuple[str, ...]) -> tuple[str, ...]:
+    """The namespace of a request's work: its tenant's, and inside it the request's own `labels`."""
+    tenant = tenant_of(request)
+    return (f"tenant={tenant}", *labels) if tenant else labels

@@ -104,6 +104,8 @@ class MessageWriter:
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
         limit = self._job.sampling.max_tokens
+        if choice.finish_reason is FinishReason.ABORT:  # cancelled from outside; sent back, it goes on
+            return {"stop_reason": "pause_turn", "stop_sequence": None}
         if choice.finish_reason is FinishReason.LENGTH:
             at_limit = limit is not None and choice.num_output_tokens >= limit
             return {"stop_reason": "max_tokens" if at_limit else "model_context_window_exceeded", "stop_sequence": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinkfold.server.errors import failure_of
@@ -16,8 +16,6 @@ from thinkfold.server.reply import Choice, Reply, three_costs
 from thinkfold.server.responses.items import ReasoningSeal, message_item, reasoning_item, reasoning_part, text_part
 from thinkfold.server.streaming import KEEP_ALIVE, event
 from thinkfold.types import CompletionOutput, FinishReason, Phase, TokenLogprobs
-
-_STATUS = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,16 @@ class Frame:
     keep: Callable[[dict[str, Any], Choice], bool]
 
 
+@dataclass(slots=True)
+class _OpenItem:
+    """The item that a stream writes; `pending` are the log-probabilities of text that is still held back."""
+
+    phase: Phase
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pending: list[TokenLogprobs] = field(default_factory=list)
+
+
 class ResponseWriter:
     """An item opens when its first text comes and is done when another begins, or the response ends."""
 
@@ -42,14 +50,17 @@ class ResponseWriter:
         self._frame = frame
         self._created = int(time.time())
         self._numbers = itertools.count()
-        self._open: Phase | None = None
-        self._pending: list[TokenLogprobs] = []  # of answer tokens whose text is still held back
         self._items: list[dict[str, Any]] = []
+        self._open: _OpenItem | None = None
+        self._early: list[TokenLogprobs] = []  # of answer tokens before their item has opened
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choice = reply.choices[0]
-        for index in range(len(choice.runs)):
-            self._items.append(self._item(choice, index))
+        answers = _answers(choice.logprobs)
+        for i, run in enumerate(choice.runs):
+            status = _status(choice)[0] if i == len(choice.runs) - 1 else "completed"
+            logprobs = next(answers, []) if run.phase is Phase.ANSWER else []
+            self._items.append(self._item(run.phase, run.text, status, logprobs))
         return self._finished(reply)
 
     def start(self, reply: Reply) -> Iterator[bytes]:
@@ -57,79 +68,83 @@ class ResponseWriter:
             yield self._event(name, response=self._response("in_progress"))
 
     def news(self, choice: Choice, news: CompletionOutput, folds: Sequence[dict[str, Any]]) -> Iterator[bytes]:
-        self._pending += [item for item in news.logprobs if item.phase is Phase.ANSWER]
+        answers = [item for item in news.logprobs if item.phase is Phase.ANSWER]
         for phase, text in ((Phase.THINKING, news.reasoning), (Phase.ANSWER, news.text)):
             if text:
-                yield from self._turn_to(phase, choice)
-                yield self._delta(phase, text)
+                yield from self._turn_to(phase, "completed")
+            if phase is Phase.ANSWER:
+                self._take(answers)
+            if text and self._open is not None:
+                yield self._delta(self._open, text)
         for data in folds:
             if self._job.events:
                 yield self._event(EVENT, thinkfold={"fold": data})
 
     def end(self, reply: Reply) -> Iterator[bytes]:
-        yield from self._turn_to(None, reply.choices[0])
-        response = self._finished(reply)
-        yield self._event(f"response.{response['status']}", response=response)
+        item_status, status = _status(reply.choices[0])
+        yield from self._turn_to(None, item_status)
+        if not reply.choices[0].runs:
+            self._items.clear()  # whoever cancelled the response wanted nothing of it
+        name = "completed" if status == "completed" else "incomplete"
+        yield self._event(f"response.{name}", response=self._finished(reply))
 
     def failed(self, error: Exception, reply: Reply) -> Iterator[bytes]:
         told = {"code": "server_error", "message": failure_of(error).message}
         yield self._event("response.failed", response={**self._response("failed"), "error": told})
 
-    def _turn_to(self, phase: Phase | None, choice: Choice) -> Iterator[bytes]:
-        """Finish the open item unless it is of `phase`, and begin one of it."""
-        if phase is self._open:
-            return
-        if self._open is not None:
-            item = self._item(choice, len(self._items))
-            part = item["content"][0]
-            done = {name: part[name] for name in ("text", "logprobs") if name in part}
-            yield self._event(f"response.{part['type']}.done", **self._place(self._open), **done)
-            yield self._event("response.content_part.done", **self._place(self._open), part=part)
-            yield self._event("response.output_item.done", output_index=len(self._items), item=item)
-            self._items.append(item)
-        self._open = phase
+    def _take(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Keep log-probabilities of answer tokens until their text is told."""
+        if self._open is None or self._open.phase is not Phase.ANSWER:
+            self._early += logprobs
+        else:
+            self._open.pending += logprobs
+
+    def _turn_to(self, phase: Phase | None, status: str) -> Iterator[bytes]:
+        """Finish the open item, with `status`, unless it is of `phase`, and begin one of it."""
+        item, index = self._open, len(self._items)
+        if item is not None:
+            if item.phase is phase:
+                return
+            done = self._item(item.phase, "".join(item.parts), status, [*item.logprobs, *item.pending])
+            part = done["content"][0]
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._event(f"response.{part['type']}.done", **self._place(item.phase), **told)
+            yield self._event("response.content_part.done", **self._place(item.phase), part=part)
+            yield self._event("response.output_item.done", output_index=index, item=done)
+            self._items.append(done)
+        self._open = None
         if phase is not None:
+            self._open = _OpenItem(phase)
+            if phase is Phase.ANSWER:
+                self._open.pending, self._early = self._early, []
             part = reasoning_part("") if phase is Phase.THINKING else text_part("", [])
-            item = self._made(phase, len(self._items), None, "in_progress", None, [])
-            yield self._event("response.output_item.added", output_index=len(self._items), item=item)
+            begun = self._item(phase, None, "in_progress", [])
+            yield self._event("response.output_item.added", output_index=len(self._items), item=begun)
             yield self._event("response.content_part.added", **self._place(phase), part=part)
 
-    def _delta(self, phase: Phase, text: str) -> bytes:
-        if phase is Phase.THINKING:
-            return self._event("response.reasoning_text.delta", **self._place(phase), delta=text)
-        logprobs, self._pending = self._logprobs(self._pending), []
-        return self._event("response.output_text.delta", **self._place(phase), delta=text, logprobs=logprobs)
+    def _delta(self, item: _OpenItem, text: str) -> bytes:
+        item.parts.append(text)
+        if item.phase is Phase.THINKING:
+            return self._event("response.reasoning_text.delta", **self._place(item.phase), delta=text)
+        logprobs = self._logprobs(item.pending)
+        item.logprobs += item.pending
+        item.pending = []
+        return self._event("response.output_text.delta", **self._place(item.phase), delta=text, logprobs=logprobs)
 
     def _place(self, phase: Phase) -> dict[str, Any]:
-        index = len(self._items)
-        return {"item_id": self._item_id(phase, index), "output_index": index, "content_index": 0}
+        return {"item_id": self._item_id(phase), "output_index": len(self._items), "content_index": 0}
 
-    def _item_id(self, phase: Phase, index: int) -> str:
+    def _item_id(self, phase: Phase) -> str:
+        """The id of the next item."""
         prefix = "rs" if phase is Phase.THINKING else "msg"
-        return f"{prefix}_{self._job.response_id.removeprefix('resp_')}_{index}"
+        return f"{prefix}_{self._job.response_id.removeprefix('resp_')}_{len(self._items)}"
 
-    def _item(self, choice: Choice, index: int) -> dict[str, Any]:
-        """The item of a choice's run; the last one of a response that was cut is incomplete."""
-        run = choice.runs[index]
-        last = index == len(choice.runs) - 1
-        status = "incomplete" if last and choice.finish_reason is FinishReason.LENGTH else "completed"
-        encrypted = self._frame.seal.seal(run.text) if self._frame.seal and run.phase is Phase.THINKING else None
-        before = sum(r.phase is Phase.ANSWER for r in choice.runs[:index])
-        return self._made(run.phase, index, run.text, status, encrypted, _answers(choice.logprobs, before))
-
-    def _made(
-        self,
-        phase: Phase,
-        index: int,
-        text: str | None,
-        status: str,
-        encrypted: str | None,
-        logprobs: Sequence[TokenLogprobs],
-    ) -> dict[str, Any]:
-        item_id = self._item_id(phase, index)
-        if phase is Phase.THINKING:
-            return reasoning_item(item_id, text, status, encrypted)
-        return message_item(item_id, text, status, self._logprobs(logprobs))
+    def _item(self, phase: Phase, text: str | None, status: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The next item; `text` None if it only begins."""
+        if phase is Phase.ANSWER:
+            return message_item(self._item_id(phase), text, status, self._logprobs(logprobs))
+        encrypted = self._frame.seal.seal(text) if self._frame.seal and text is not None else None
+        return reasoning_item(self._item_id(phase), text, status, encrypted)
 
     def _logprobs(self, items: Sequence[TokenLogprobs]) -> list[Any]:
         count = self._frame.num_logprobs
@@ -137,9 +152,8 @@ class ResponseWriter:
 
     def _finished(self, reply: Reply) -> dict[str, Any]:
         choice = reply.choices[0]
-        status = _STATUS.get(choice.finish_reason, "cancelled") if choice.finish_reason else "cancelled"
-        response = self._response(status)
-        if status == "incomplete":
+        response = self._response(_status(choice)[1])
+        if choice.finish_reason is FinishReason.LENGTH:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response |= {
             "completed_at": int(time.time()),
@@ -169,11 +183,19 @@ class ResponseWriter:
         return event({"type": name, "sequence_number": next(self._numbers), **data}, name)
 
 
-def _answers(logprobs: Sequence[TokenLogprobs], number: int) -> list[TokenLogprobs]:
-    """Those of the `number`-th stretch of answer tokens."""
+def _status(choice: Choice) -> tuple[str, str]:
+    """Status of the last item and of the response."""
+    if choice.finish_reason is FinishReason.STOP:
+        return "completed", "completed"
+    return "incomplete", "incomplete" if choice.finish_reason is FinishReason.LENGTH else "cancelled"
+
+
+def _answers(logprobs: Sequence[TokenLogprobs]) -> Iterator[list[TokenLogprobs]]:
+    """The stretches of answer tokens, one a message."""
     shown = [item for item in logprobs if item.phase is not None]
-    stretches = [list(group) for phase, group in itertools.groupby(shown, lambda x: x.phase) if phase is Phase.ANSWER]
-    return stretches[number] if number < len(stretches) else []
+    for phase, group in itertools.groupby(shown, lambda item: item.phase):
+        if phase is Phase.ANSWER:
+            yield list(group)
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
