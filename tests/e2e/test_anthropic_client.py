@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,14 @@ def test_case_26_stop_sequences_sleep_while_thinking(claude: anthropic.Anthropic
     message = claude.messages.create(**ASK, thinking=BUDGET, stop_sequences=["12"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "12")
     assert message.content[0].type == "thinking" and "12" in message.content[0].thinking
+
+
+def test_case_29_a_schema_binds_the_answer_and_not_the_thinking(claude: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    form: Any = {"format": {"type": "json_schema", "schema": schema}}
+    message = claude.messages.create(**ASK, thinking={"type": "enabled", "budget_tokens": 8}, output_config=form)
+    assert [block.type for block in message.content] == ["thinking", "text"] and message.stop_reason == "end_turn"
+    assert message.content[1].type == "text" and isinstance(json.loads(message.content[1].text)["answer"], int)
 
 
 def test_models_are_listed(claude: anthropic.Anthropic) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,14 @@ def test_case_56_cut_inside_thinking(client: openai.OpenAI) -> None:
 def test_case_19_a_budget_is_kept(client: openai.OpenAI) -> None:
     response = client.responses.create(**{**ASK, "max_output_tokens": 40}, extra_body={"thinking_token_budget": 8})
     assert response.usage and 0 < response.usage.output_tokens_details.reasoning_tokens <= 8
+
+
+def test_case_29_a_schema_binds_the_answer_and_not_the_thinking(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    text: Any = {"format": {"type": "json_schema", "name": "number", "schema": schema}}
+    response = client.responses.create(**ASK, text=text, extra_body={"thinking_token_budget": 8})
+    assert [kind for kind, _ in parts(response)] == ["reasoning", "message"] and response.status == "completed"
+    assert isinstance(json.loads(response.output_text)["answer"], int)
 
 
 def test_cache_keys_keep_prefixes_apart(client: openai.OpenAI) -> None:

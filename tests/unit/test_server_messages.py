@@ -206,7 +206,8 @@ async def test_case_22_budgets_and_effort() -> None:
     [
         ({"output_config": {"effort": "banana"}}, "output_config.effort"),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_object", "schema": {}}}}, "output_config.format.type"),
         ({"thinking": {"type": "adaptive", "budget_tokens": 5}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "disabled", "display": "omitted"}}, "thinking.display"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),

@@ -132,6 +132,33 @@ async def test_case_51_numbers_that_are_none(shape: Shape, field: str, value: st
         assert (await client.post(shape.path, json=shape.body(QUESTION))).status_code == 200
 
 
+SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}}
+FORMATS = {
+    "/v1/chat/completions": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    },
+    "/v1/responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}},
+    "/v1/messages": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+}
+
+
+@by_shape
+async def test_case_29_a_schema_reaches_the_engine_as_a_grammar(shape: Shape) -> None:
+    engine = ScriptedEngine()
+    own, words = FORMATS[shape.path], {"structured_outputs": {"choice": ["yes", "no"]}}
+    async with serving(engine) as client:
+        reply = await client.post(shape.path, json=shape.body(QUESTION, **own))
+        assert reply.status_code == 200, reply.text
+        assert (await client.post(shape.path, json=shape.body(QUESTION, **words))).status_code == 200
+        both = await client.post(shape.path, json=shape.body(QUESTION, **own, **words))
+    assert both.status_code == 400 and "structured_outputs" in both.json()["error"]["message"]
+    bound = [call.sampling.grammar for call in engine.calls]
+    assert [g and json.loads(g.format)["type"] for g in bound] == ["json_schema", "or"]
+    assert bound[0] and json.loads(bound[0].format)["json_schema"] == SCHEMA
+    if shape.path == "/v1/responses":
+        assert reply.json()["text"] == own["text"]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

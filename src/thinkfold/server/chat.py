@@ -56,14 +56,12 @@ class ChatRequest(RequestFields):
             raise ParameterError("max_completion_tokens", "disagrees with max_tokens; give one of them")
         return next(iter(limits), None)
 
-    def grammar(self) -> Grammar | None:
+    def answer_format(self) -> Grammar | None:
         """What an answer that calls no tool must match."""
         answer = self.response_format.format() if self.response_format else None
-        if answer is None or self.response_format is None:
-            return super().grammar()
-        if self.structured_outputs is not None:
-            raise ParameterError("structured_outputs", "goes beside no response_format but text")
-        return Grammar.of(answer, self.response_format.field)
+        return (
+            None if answer is None or self.response_format is None else Grammar.of(answer, self.response_format.field)
+        )
 
     def num_logprobs(self) -> int | None:
         """Alternatives to keep a token; None for no log-probabilities."""

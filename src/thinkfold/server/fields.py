@@ -54,6 +54,19 @@ class SharedFields(StrictModel):
         """Labels that keep prefix-cache entries of different owners apart."""
         return namespace_of(self.cache_salt, self.prompt_cache_key)
 
+    def answer_format(self) -> Grammar | None:
+        """What the answer must match, in the API's own field for it. Raises ParameterError."""
+        return None
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must match. Raises ParameterError."""
+        own = self.answer_format()
+        if self.structured_outputs is None:
+            return own
+        if own is not None:
+            raise ParameterError("structured_outputs", f"goes beside no {own.field.removesuffix('.schema')} but text")
+        return self.structured_outputs.answer_grammar()
+
     def draws(self, defaults: Mapping[str, float | int], *more: str) -> dict[str, Any]:
         """What the request says about drawing tokens, and `more` fields of it, in the engine's terms.
 
@@ -92,10 +105,6 @@ class RequestFields(ThinkingFields, SharedFields):
     def output_limit(self) -> int | None:
         """The most tokens of a response."""
         return self.max_tokens
-
-    def grammar(self) -> Grammar | None:
-        """What the answer must match. Raises ParameterError."""
-        return self.structured_outputs.answer_grammar() if self.structured_outputs else None
 
     def sampling_params(self, defaults: Mapping[str, float | int], logprobs: int | None) -> SamplingParams:
         """Checked parameters; `defaults` (the model's own) stand in for what is not given."""

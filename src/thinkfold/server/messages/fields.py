@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pydantic import Field
+
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
 from thinkfold.server.fields import SharedFields
 from thinkfold.server.folds import FIELD_NAMES
-from thinkfold.types import SamplingParams, ThinkingParams
+from thinkfold.types import Grammar, SamplingParams, ThinkingParams
 
 DEFAULT_EFFORT = "high"  # of adaptive thinking, as Anthropic documents it
 NAMES = {  # the engine's names of fields -> the client's
@@ -35,9 +37,14 @@ class Thinking(StrictModel):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class JsonFormat(StrictModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
 class OutputConfig(StrictModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: None = None
+    format: JsonFormat | None = None
 
 
 class Metadata(StrictModel):
@@ -95,9 +102,19 @@ class MessagesRequest(PromptFields, SharedFields):
     diagnostics: None = None
     inference_geo: None = None
 
+    def answer_format(self) -> Grammar | None:
+        """What the answer must match. Raises ParameterError."""
+        form = self.output_config.format if self.output_config else None
+        return Grammar.json_schema(form.schema_, "output_config.format.schema") if form else None
+
     def sampling_params(self, defaults: Mapping[str, float | int]) -> SamplingParams:
         """Checked parameters; `defaults` (the model's own) stand in for what is not given."""
-        return SamplingParams(**self.draws(defaults), max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
+        return SamplingParams(
+            **self.draws(defaults),
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            grammar=self.grammar(),
+        )
 
 
 def _budget(budget: int | None, max_tokens: int | None) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pydantic import Field
+
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.server.body import StrictModel
 from thinkfold.server.fields import SharedFields
 from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.policy import Effort, ThinkingFields, agreed
-from thinkfold.types import SamplingParams
+from thinkfold.types import Grammar, SamplingParams
 
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -26,7 +28,13 @@ class Reasoning(StrictModel):
 
 
 class TextFormat(StrictModel):
-    type: Literal["text"]
+    """`strict` changes nothing: a schema always binds."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
 class TextConfig(StrictModel):
@@ -85,6 +93,17 @@ class ResponsesRequest(ThinkingFields, SharedFields):
         by_object = self.reasoning is not None and self.reasoning.effort is not None
         return names | ({"reasoning_effort": "reasoning.effort"} if by_object else {})
 
+    def answer_format(self) -> Grammar | None:
+        """What the answer must match. Raises ParameterError."""
+        form = self.text.format if self.text else None
+        if form is None:
+            return None
+        if (form.type == "json_schema") != (form.schema_ is not None):
+            raise ParameterError("text.format.schema", "goes with type json_schema")
+        if form.schema_ is not None:
+            return Grammar.json_schema(form.schema_, "text.format.schema")
+        return Grammar.json_object("text.format") if form.type == "json_object" else None
+
     def effort(self) -> Effort | None:
         within = self.reasoning.effort if self.reasoning else None
         given = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": within}
@@ -103,4 +122,9 @@ class ResponsesRequest(ThinkingFields, SharedFields):
 
     def sampling_params(self, defaults: Mapping[str, float | int]) -> SamplingParams:
         """Checked parameters; `defaults` (the model's own) stand in for what is not given."""
-        return SamplingParams(**self.draws(defaults), max_tokens=self.max_output_tokens, logprobs=self.num_logprobs())
+        return SamplingParams(
+            **self.draws(defaults),
+            max_tokens=self.max_output_tokens,
+            logprobs=self.num_logprobs(),
+            grammar=self.grammar(),
+        )

@@ -122,6 +122,11 @@ def _keeper(state: ServerState, tenant: str, history: Conversation) -> Callable[
     return keep
 
 
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    given = body.text.format if body.text else None
+    return given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
+
+
 def _echo(body: ResponsesRequest, sampling: SamplingParams, stores: bool) -> dict[str, Any]:
     """The request's fields as the response repeats them, with what stands in for those not given."""
     return {
@@ -132,7 +137,7 @@ def _echo(body: ResponsesRequest, sampling: SamplingParams, stores: bool) -> dic
         "top_p": sampling.top_p,
         "top_logprobs": sampling.logprobs or 0,
         "reasoning": {"effort": body.effort(), "summary": None},
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format(body)},
         "tools": [],
         "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
