@@ -3,7 +3,7 @@
 import pytest
 from scripted import CLOSE, EOS, OPEN_PROMPT, ids, loop, make_engine, script
 
-from thinkfold.engine.commands import Cancel, EndThinking, Inject, Pause, Resume, SetBudget
+from thinkfold.engine.commands import Cancel, EndThinking, Inject, Pause, Probe, Resume, SetBudget
 from thinkfold.errors import ConflictError, NotFoundError, ParameterError
 from thinkfold.types import FinishReason, ThinkingEndReason, ThinkingParams
 
@@ -271,3 +271,98 @@ def test_unknown_requests_are_told_apart():
     running = started(0, 2)
     with pytest.raises(ConflictError, match="not paused"):
         ask(running, Resume)
+
+
+def probe(engine, text="", n=3, **more):
+    return ask(engine, Probe, token_ids=tuple(ids(text)), n=n, max_len=4096, **more)
+
+
+@DEPTHS
+def test_case_25_a_probe_leaves_nothing_behind(depth):
+    plain = started(depth, 5).run()
+    engine = started(depth, 5)
+    held = dict(engine.core.stats().pages_by_class)
+    told = list(engine.one().token_ids)
+    found = probe(engine, " Final answer:", n=4)
+    assert found.dropped is None and found.finish_reason is FinishReason.LENGTH and len(found.token_ids) == 4
+    assert len(found.stats) == 4 and found.text == engine_text(found.token_ids)
+    question = ids(" Final answer:")
+    prompt = len(ids(OPEN_PROMPT))
+    asked = [c[prompt:] for c in engine.runner.contexts if c[prompt + len(told) :][: len(question)] == question]
+    assert [len(c) for c in asked][:1] == [len(told) + len(question)], "it stands on what was told, and on the question"
+    engine.run()
+    out, costs = engine.one(), engine.outputs["r"].costs
+    assert out.token_ids == plain.one().token_ids and out.reasoning == plain.one().reasoning
+    assert (
+        costs.probe_tokens
+        == found.computed_tokens
+        == len(question) + 3 + (depth == 0)
+        == engine.core.stats().probe_tokens
+    )
+    assert costs.thinking_tokens == plain.outputs["r"].costs.thinking_tokens
+    assert held and not any(n for name, n in engine.core.stats().pages_by_class.items() if name != "cached")
+
+
+@DEPTHS
+def test_a_peek_is_one_row_without_a_question(depth):
+    engine = started(depth, 5, token_of=script(WORDS + CLOSE + EOS))
+    told = engine.one().num_output_tokens
+    found = probe(engine, n=1, logprobs=20)
+    engine.run()
+    assert found.token_ids == [engine.one().token_ids[told]], "the model's own next token"
+    assert found.computed_tokens == 1
+
+
+@DEPTHS
+def test_a_probe_ends_at_its_stops(depth):
+    engine = started(depth, 4, token_of=script("a b c d e} f" + CLOSE + EOS))
+    found = probe(engine, n=20, stop=("}",))
+    assert found.text.endswith("e") and (found.stop_reason, found.finish_reason) == ("}", FinishReason.STOP)
+    ends = started(depth, 2, token_of=script("a b c" + EOS))
+    assert probe(ends, n=20).token_ids[-1] == ids(EOS)[0]
+
+
+@DEPTHS
+def test_a_probe_gives_way(depth):
+    full = make_engine(depth=depth, max_num_seqs=1)
+    full.add(token_of=script(WORDS + CLOSE + EOS), thinking=NO_LIMIT)
+    for _ in range(4):
+        full.step()
+    assert probe(full).dropped == "no place in the batch was free"
+    tight = started(depth, 40, num_pages=20)
+    assert "memory" in probe(tight, "x " * 30).dropped
+    plain = started(depth, 40, num_pages=20).run()
+    assert tight.run().one().token_ids == plain.one().token_ids
+    assert tight.core.stats().preemptions == 0
+
+
+@DEPTHS
+def test_who_waits_gets_the_place_of_a_probe(depth):
+    engine = make_engine(depth=depth, max_num_seqs=2)
+    engine.add(token_of=script(WORDS + CLOSE + EOS), thinking=NO_LIMIT)
+    for _ in range(4):
+        engine.step()
+    engine.core.orders.give(Probe(call=1, request_id="r", token_ids=(), n=50, max_len=4096))
+    engine.step()
+    engine.add(request_id="other", token_of=script("x y" + CLOSE + EOS), thinking=NO_LIMIT, seed=1)
+    engine.runner.by_seed[1] = "other"
+    engine.step()
+    (answer,) = engine.core.orders.take()
+    assert answer.value.dropped == "its place in the batch was needed"
+    engine.run()
+    assert engine.finals == {"r": 1, "other": 1}
+
+
+@DEPTHS
+def test_probes_end_with_their_response_and_need_a_state(depth):
+    engine = started(depth, 50)
+    engine.core.orders.give(Probe(call=1, request_id="r", token_ids=(), n=90, max_len=4096))
+    engine.run()
+    (answer,) = engine.core.orders.take()
+    assert answer.value.dropped == "the response has ended" and len(answer.value.token_ids) > 2
+    fresh = make_engine(depth=depth)
+    fresh.add(token_of=script("a" + EOS))
+    with pytest.raises(ConflictError, match="no state"):
+        probe(fresh)
+    with pytest.raises(ConflictError, match="longer than the model"):
+        ask(started(depth, 2), Probe, token_ids=(), n=9, max_len=20)

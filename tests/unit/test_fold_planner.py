@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thinkfold.errors import ParameterError
+from thinkfold.errors import PositionError
 from thinkfold.fold.planner import ANSWER_LAG, COMMIT_LAG, FoldPlanner
 from thinkfold.fold.spans import SpanBook, SpanState
 from thinkfold.types import AtAnswer, FoldMode, FoldPolicy, FoldProfile
@@ -223,23 +223,38 @@ def test_under_pressure_thinking_is_swapped_at_the_answer_only_when_memory_is_sh
     assert made.to_offload(start) is None
     assert made.to_offload(start - 1, short=True) is None
     assert made.to_offload(start, short=True) == (2, 7)
-    made.offloaded()
+    made.offloaded(start)
     assert made.folded == [(8, 16), (16, 28)] and made.to_offload(start, short=True) is None
+    with pytest.raises(PositionError):
+        made.cut(start - 1)  # thinking would miss what left
+    assert made.cut(start) == []
     assert pressed(made, start) is None, "the last segment of thinking stays"
 
 
-def test_positions_inside_folded_thinking_are_refused_with_the_nearest_good_ones():
+def test_positions_whose_state_is_gone_are_refused_with_the_nearest_good_ones():
     made = planner()
     made.observe([11, 25], None)
-    for position in range(40):
-        made.check_position(position)
-    made.remove(made.spans[0])
-    made.remove(made.spans[0])
-    for position in (0, 8, 28, 40):
-        made.check_position(position)
-    for position in (9, 16, 27):
-        with pytest.raises(ParameterError, match="nearest valid positions are 8 and 28"):
-            made.check_position(position)
+    assert all(made.cut(position) == [] for position in range(40))
+    made.remove(made.spans[0], [3, 3])
+    made.remove(made.spans[0], [7, 5])
+    found = {p: made.cut(p) for p in (0, 8, 16, 28, 40)}
+    assert found == {0: [], 8: [], 16: [3, 3], 28: [7, 5], 40: [7, 5]}, "16 is the border behind a folded span"
+    for position, nearest in ((9, (8, 16)), (15, (8, 16)), (17, (16, 28)), (27, (16, 28))):
+        with pytest.raises(PositionError) as caught:
+            made.cut(position)
+        assert caught.value.nearest == tuple(n - PROMPT for n in nearest), "in output tokens"
+
+
+def test_a_border_is_no_good_if_what_follows_was_folded_first():
+    made = planner()
+    made.observe([11, 25], None)
+    first, second = made.spans
+    made.remove(second, [3])
+    assert made.cut(16) == made.cut(12) == []
+    made.remove(first, [6])
+    with pytest.raises(PositionError):
+        made.cut(16)  # the summary of the first lies behind that of the second
+    assert (made.cut(8), made.cut(28)) == ([], [6])
 
 
 def test_a_restart_forgets_what_was_folded_and_reads_all_ends_again():

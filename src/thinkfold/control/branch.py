@@ -161,6 +161,10 @@ class BranchControl:
         return self._inject(token_ids, ThinkingEndReason.CONTROL)
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        return self._vocabulary
+
+    @property
     def pending(self) -> bool:
         """True inside an unfinished character."""
         return self._tracker.pending

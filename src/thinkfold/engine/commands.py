@@ -55,6 +55,20 @@ class Inject(Order):
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe(Order):
+    """Ask what would follow `token_ids` now: `n` greedy tokens with `logprobs` alternatives each, up to a stop.
+
+    With all that is known it must not be longer than `max_len`.
+    """
+
+    token_ids: tuple[int, ...]
+    n: int
+    max_len: int
+    stop: tuple[str, ...] = ()
+    logprobs: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came of the order `call`: a value, or the error to raise."""

@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from thinkfold.engine.commands import Answer, Cancel, EndThinking, Inject, Order, Pause, Resume, SetBudget
+from thinkfold.engine.commands import Answer, Cancel, EndThinking, Inject, Order, Pause, Probe, Resume, SetBudget
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import ParameterError
-from thinkfold.types import ThinkingEndReason
+from thinkfold.types import MAX_LOGPROBS, ProbeResult, SamplingParams, ThinkingEndReason
+from thinkfold.types.checks import integer
 
 
 class Controls(ABC):
@@ -64,6 +65,40 @@ class Controls(ABC):
         """
         ids = self._checked(token_ids)
         return await self._ask(Inject(call=self._next(), request_id=request_id, choice=choice, token_ids=ids))
+
+    async def probe(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        n: int,
+        stop: Sequence[str] = (),
+        choice: int | None = None,
+        *,
+        logprobs: int = 0,
+    ) -> ProbeResult:
+        """What the model would write after its tokens so far and `token_ids`: up to `n` greedy tokens.
+
+        It runs beside the batch and leaves nothing behind; where there is no place for it, the result says why
+        it was `dropped`. Raises ParameterError, and ConflictError while the request has no state on the device.
+        """
+        integer("n", n, 1)
+        integer("logprobs", logprobs, 0, MAX_LOGPROBS)
+        ids, stops = self._checked(token_ids, empty=True), SamplingParams(stop=tuple(stop)).stop
+        order = Probe(
+            call=self._next(),
+            request_id=request_id,
+            choice=choice,
+            token_ids=ids,
+            n=n,
+            max_len=self.model.max_model_len,
+            stop=stops,
+            logprobs=logprobs,
+        )
+        return await self._ask(order)
+
+    async def peek(self, request_id: str, token_ids: Sequence[int] = (), choice: int | None = None) -> ProbeResult:
+        """One row of logits behind `token_ids`: its statistics and its most likely tokens. Otherwise like `probe`."""
+        return await self.probe(request_id, token_ids, 1, choice=choice, logprobs=MAX_LOGPROBS)
 
     async def _ask(self, order: Order) -> Any:
         future = self._calls[order.call] = asyncio.get_running_loop().create_future()

@@ -75,7 +75,9 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a step may change anything; paused requests change nothing by themselves."""
         unfinished = self._inflight or self._touched or self._outputs
-        return bool(unfinished) or any(not running.idle for running in self._requests.values())
+        return bool(unfinished or self._scheduler.sides.branches) or any(
+            not running.idle for running in self._requests.values()
+        )
 
     @property
     def has_requests(self) -> bool:
@@ -148,6 +150,7 @@ class EngineCore:
         plan = self._scheduler.plan()
         self._sweep_ended()
         self._sweep_folds()
+        self.orders.probes.sweep()
         if plan is not None:
             self._inflight.append((plan, self._runner.launch(plan)))
         due = bool(self._inflight) and (plan is None or len(self._inflight) > self._depth)
@@ -174,7 +177,9 @@ class EngineCore:
                 )
         self._stats.steps += 1
         for index, (branch, wanted) in enumerate(draws):
-            if wanted and branch.status is not BranchStatus.FINISHED:  # a sibling may have failed a line above
+            if wanted and branch.status is BranchStatus.SIDE:
+                self.orders.probes.accept(branch, result, index)
+            elif wanted and branch.status is not BranchStatus.FINISHED:  # a sibling may have failed a line above
                 self._accept(self._requests[branch.request.request_id], branch, result, index)
 
     def _accept(self, running: Running, branch: Branch, result: StepResult, index: int) -> None:
@@ -251,6 +256,7 @@ class EngineCore:
                 running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
         self.touch(running)
         self.discard(running, branch)
+        self.orders.probes.close(running, branch)
         self._scheduler.finish(branch)
 
     def discard(self, running: Running, branch: Branch, tokens: int = 0) -> None:
@@ -275,7 +281,7 @@ class EngineCore:
                 outputs.append(self._output(running, news, finished))
             if finished:
                 self._close(running)
-                self.orders.close(request_id)
+                self.orders.close(running)
                 del self._requests[request_id]
                 self._touched.pop(request_id, None)
         return outputs
@@ -340,6 +346,7 @@ class EngineCore:
             folds=scheduler.folds.totals["folds"],
             folds_refused=scheduler.folds.totals["refused"],
             folded_tokens=scheduler.folds.totals["folded_tokens"],
+            probe_tokens=self.orders.probes.tokens,
             prefix_queried_tokens=scheduler.prefix_queried_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             requests_by_reason={str(reason): n for reason, n in self._reasons.items()},

@@ -65,6 +65,7 @@ class EngineStats:
     thinking_tokens: int = 0
     answer_tokens: int = 0
     discarded_tokens: int = 0
+    probe_tokens: int = 0
     folds: int = 0
     folds_refused: int = 0
     folded_tokens: int = 0

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from thinkfold.control.budget import changed_policy
-from thinkfold.engine.commands import Answer, Cancel, EndThinking, Inject, Order, Pause, Resume, SetBudget
+from thinkfold.engine.commands import Answer, Cancel, EndThinking, Inject, Order, Pause, Probe, Resume, SetBudget
+from thinkfold.engine.probes import Probes
 from thinkfold.engine.running import Running
 from thinkfold.errors import ConflictError, NotFoundError, ThinkfoldError
 from thinkfold.scheduler.branch import Branch, BranchStatus
@@ -41,6 +42,9 @@ class Requests(Protocol):
         ...
 
 
+_LATER = object()  # the answer comes by itself
+
+
 class NotYet(Exception):
     """An order must wait for a token."""
 
@@ -52,6 +56,7 @@ class Orders:
         self._core = core
         self._waiting: list[Order] = []
         self._answers: list[Answer] = []
+        self.probes = Probes(core.scheduler, lambda call, result: self._answers.append(Answer(call, result)))
         self._actions: dict[type[Order], Callable[[Running, Any], Any]] = {
             Pause: self._pause,
             Resume: self._resume,
@@ -59,6 +64,7 @@ class Orders:
             EndThinking: self._end_thinking,
             SetBudget: self._set_budget,
             Inject: self._inject,
+            Probe: self._probe,
         }
 
     def give(self, order: Order) -> None:
@@ -72,7 +78,8 @@ class Orders:
             self._answers.append(Answer(order.call, error=error))
         else:
             self._core.touch(running)
-            self._answers.append(Answer(order.call, value))
+            if value is not _LATER:
+                self._answers.append(Answer(order.call, value))
 
     def retry(self) -> None:
         """Orders that had to wait are tried again."""
@@ -138,10 +145,8 @@ class Orders:
         return policy.budget
 
     def _inject(self, running: Running, order: Inject) -> int:
-        branches = running.live(order.choice)
-        if len(branches) > 1:
-            raise ConflictError(f"{order.request_id!r} has {len(branches)} running choices; name one")
-        branch, control = branches[0], running.controls[branches[0].index]
+        branch = self._one(running, order)
+        control = running.controls[branch.index]
         if control.pending:
             raise NotYet
         self._settle(running, branch)
@@ -152,13 +157,26 @@ class Orders:
             self._core.end(running, branch)
         return control.num_output_tokens
 
+    def _probe(self, running: Running, order: Probe) -> object:
+        self.probes.start(running, self._one(running, order), order)
+        return _LATER
+
+    def _one(self, running: Running, order: Order) -> Branch:
+        """The branch that the order is for."""
+        branches = running.live(order.choice)
+        if len(branches) > 1:
+            raise ConflictError(f"{order.request_id!r} has {len(branches)} running choices; name one")
+        return branches[0]
+
     def _settle(self, running: Running, branch: Branch) -> None:
         """Nothing of the branch is in flight after this."""
         self._core.discard(running, branch)
         self._core.scheduler.settle(branch)
 
-    def close(self, request_id: str) -> None:
+    def close(self, running: Running) -> None:
         """The request has ended: what still waits for it will not be done."""
+        self.probes.close(running)
+        request_id = running.request.request_id
         gone = [order for order in self._waiting if order.request_id == request_id]
         self._waiting = [order for order in self._waiting if order.request_id != request_id]
         self._answers += [Answer(o.call, error=NotFoundError(f"{request_id!r} has ended")) for o in gone]

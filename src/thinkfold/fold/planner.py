@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinkfold.errors import ParameterError
+from thinkfold.errors import PositionError
 from thinkfold.fold.spans import Span, SpanBook, SpanState, Worth
 from thinkfold.types import DELIMITER_LAG, AtAnswer, FoldMode, FoldPolicy
 
@@ -38,6 +38,7 @@ class FoldPlanner:
         self._segment_start = self._segment_end = self.num_prompt_tokens  # of the newest closed segment
         self._ends: list[int] = []  # of closed segments that reach behind the last span
         self._book = SpanBook()
+        self._taken: list[tuple[int, int, list[int]]] = []  # (start, end, summary entries by head after it), in order
 
     @property
     def spans(self) -> list[Span]:
@@ -122,11 +123,13 @@ class FoldPlanner:
         raw = self._book.raw(self._segment_start)
         return None if raw is None else (self._page(raw[0]), self._page(raw[1]))
 
-    def offloaded(self) -> None:
-        """What `to_offload` named has left the raw table."""
+    def offloaded(self, position: int) -> None:
+        """What `to_offload` named has left the raw table; who goes back to before `position` would miss it."""
+        lengths = self._taken[-1][2] if self._taken else []
         for span in self.spans:
             if span.end <= self._segment_start:
                 self._book.fold(span)
+                self._taken.append((span.start, position, lengths))
 
     def not_offloaded(self) -> None:
         """The host has no room for it now."""
@@ -148,25 +151,44 @@ class FoldPlanner:
         """The judged span stays raw."""
         self._book.refuse(span)
 
-    def remove(self, span: Span) -> None:
-        """The span's pages have left the raw table: folded, or moved to the host."""
+    def remove(self, span: Span, lengths: list[int] | None = None) -> None:
+        """The span is folded; its pages have left the raw table. `lengths` are all summary entries by head now."""
         self._book.fold(span)
+        self._taken.append((span.start, span.end, lengths or []))
 
     def first_page(self, span: Span) -> int:
         """The span's first page as an index into the raw page table of now."""
         return self._page(span.start)
 
-    def check_position(self, position: int) -> None:
-        """Raise ParameterError, naming the nearest good positions, unless the branch can be forked at or rewound to it.
+    def cut(self, position: int) -> list[int]:
+        """Entries by head of the summaries that belong to the first `position` tokens; empty if none does.
 
-        Good positions lie behind all folded spans, or before the first, where all KV is raw.
+        Raises PositionError, in output tokens, where that state is gone: inside a span that was taken out, and
+        between spans that were folded in another order.
         """
-        folded = self.folded
-        if folded and folded[0][0] < position < folded[-1][1]:
-            first, last = folded[0][0], folded[-1][1]
-            raise ParameterError(
-                "position", f"{position} lies in folded thinking; the nearest valid positions are {first} and {last}"
-            )
+        lengths = self._cut(position)
+        if lengths is None:
+            borders = sorted({edge for start, end, _ in self._taken for edge in (start, end)})
+            valid = [edge for edge in borders if self._cut(edge) is not None]
+            near = [max((e for e in valid if e < position), default=None), *[e for e in valid if e > position][:1]]
+            nearest = tuple(e - self.num_prompt_tokens for e in near if e is not None)
+            raise PositionError(position - self.num_prompt_tokens, nearest)
+        return lengths
+
+    def _cut(self, position: int) -> list[int] | None:
+        before = [end <= position for _, end, _ in self._taken]
+        inside = any(start < position < end for start, end, _ in self._taken)
+        if inside or before != sorted(before, reverse=True):
+            return None
+        return self._taken[sum(before) - 1][2] if any(before) else []
+
+    def is_raw(self, position: int) -> bool:
+        """Whether the entries of the token at `position` are in the raw table."""
+        return not any(start <= position < end for start, end in self.folded)
+
+    def tokens_folded_before(self, position: int) -> int:
+        """Tokens of folded spans that end at `position` or before."""
+        return self._book.tokens_folded_before(position)
 
     def _num_timed(self) -> int:
         """Closed spans that wait for a position; they are the first ones."""

@@ -133,13 +133,15 @@ class KVManager:
         table.pages += [self._pool.allocate(page_class) for _ in range(needed)]
         return True
 
-    def fork(self, source: PageTable, target: PageTable, entries: int) -> None:
-        """Let the empty `target` share the first `entries` raw entries of `source` and all its summaries.
+    def fork(self, source: PageTable, target: PageTable, entries: int, lengths: list[int] | None = None) -> None:
+        """Let the empty `target` share the first `entries` raw entries of `source` and its summaries.
 
+        `lengths`: of these only so many entries of each head, as they stood when `entries` were all; None is all.
         Where a row of the step being planned writes to them, `target` may grow from the next step on.
         """
         assert not source.swapped, "a branch on the host cannot fork"
-        assert source.last_gap * self.page_size <= entries <= source.kv_len, "a fork inside a span taken out"
+        first = 0 if lengths is not None else source.last_gap * self.page_size
+        assert first <= entries <= source.kv_len, "a fork inside a span taken out"
         pages = source.pages[: self.pages_for(entries)]
         for page in pages:
             self._pool.retain(page, PageClass.PROMPT)
@@ -148,8 +150,8 @@ class KVManager:
         target.published = min(source.published, entries // self.page_size)
         target.shared = len(pages)
         target.parted = source.parted
-        target.gaps = source.gaps
-        target.summary = SummaryTable(source.summary.blocks, source.summary.lengths)
+        target.gaps = [gap for gap in source.gaps if gap * self.page_size <= entries]
+        target.summary = source.summary.upto(source.summary.lengths if lengths is None else lengths, self.page_size)
         for block in _flat(target.summary.blocks):
             self._blocks.retain(block)
 

@@ -19,6 +19,11 @@ class SummaryTable:
     blocks: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
 
+    def upto(self, lengths: list[int], page_size: int) -> SummaryTable:
+        """The first `lengths` entries of each head: what the first folds left. Empty: nothing."""
+        blocks = [held[: -(-n // page_size)] for held, n in zip(self.blocks, lengths, strict=False)]
+        return SummaryTable(blocks, lengths)
+
     @property
     def mean_entries(self) -> float:
         """Entries a head, mean over layers and heads; comparable with raw entries."""

@@ -36,6 +36,7 @@ class BranchStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     PAUSED = auto()  # holds what it has and waits for a word from outside
+    SIDE = auto()  # a probe: it runs beside the batch and gives way to everybody
     FINISHED = auto()
 
 
@@ -86,6 +87,15 @@ class Branch:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def advance(self, count: int) -> None:
+        """The next `count` tokens are launched."""
+        start = self.num_computed_tokens
+        self.num_computed_tokens += count
+        self.table.kv_len += count
+        self.recomputed_tokens += max(0, min(self.num_computed_tokens, self.highest_computed) - start)
+        self.highest_computed = max(self.highest_computed, self.num_computed_tokens)
+        self.computed_prompt_tokens += max(0, min(self.num_computed_tokens, self.num_prompt_tokens) - start)
 
     def waiting_children(self) -> list[Branch]:
         """Children that still wait for this trunk's prompt."""

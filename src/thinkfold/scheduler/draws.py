@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thinkfold.kv.pages import PageClass
 from thinkfold.scheduler.branch import Branch
-from thinkfold.scheduler.output import SampleRow
+from thinkfold.scheduler.output import BatchRow, SampleRow
 from thinkfold.types import Phase
 
 
@@ -39,6 +39,21 @@ def sample_row(branch: Branch) -> SampleRow:
         allowed=branch.allowed,
         forced_token=sampling.forced_tokens[drawn] if drawn < len(sampling.forced_tokens) else None,
         history=history,
+    )
+
+
+def batch_row(branch: Branch, start: int, count: int) -> BatchRow:
+    """`count` tokens of the branch from logical position `start` on, behind its stored entries."""
+    from_slot = start == len(branch.token_ids)
+    return BatchRow(
+        slot=branch.slot,
+        token_ids=[] if from_slot else branch.token_ids[start : start + count],
+        from_slot=from_slot,
+        position=start,
+        kv_start=branch.table.kv_len,
+        pages=branch.table.pages,
+        keep_queries=branch.folding is not None,
+        queries_from=branch.num_prompt_tokens,
     )
 
 

@@ -182,7 +182,7 @@ class FoldDesk:
         else:
             self.work.commits.append(FoldCommit(fold_id, branch.slot, pages, growth))
             self._committed[fold_id] = branch
-            planner.remove(span)
+            planner.remove(span, branch.table.summary.lengths)
             self.changed.add(id(branch))
             mean = sum(growth.counts) / len(growth.counts)
             fold = Fold(fold_id, start, start + span.tokens, mean, before - self._held(), error)
@@ -199,7 +199,7 @@ class FoldDesk:
         self.changed.add(id(branch))
         self.totals["offloads"] += 1
         branch.swapped_pages += end - first
-        planner.offloaded()
+        planner.offloaded(branch.num_computed_tokens)
         return True
 
     def _pages(self, branch: Branch, planner: FoldPlanner, span: Span) -> list[int]:

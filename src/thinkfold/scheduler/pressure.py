@@ -10,6 +10,7 @@ from thinkfold.kv.manager import KVManager
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.folding import FoldDesk
 from thinkfold.scheduler.parking import Parking
+from thinkfold.scheduler.sides import SideRows
 
 
 class PressureLadder:
@@ -35,15 +36,19 @@ class PressureLadder:
         self._ended = ended
         self.taken: Counter[str] = Counter()
         self.parking = Parking(kv, folds, running, waiting, free_slots, self.taken)
+        self.sides = SideRows(kv, self.parking)
 
     def make_room(self, branch: Branch, count: int, planned: Mapping[int, int], *, stuck: bool) -> bool:
         """Climb the pressure ladder by one rung for `branch`; True if it may ask for its pages again.
 
-        Idle cached pages are gone already. Rungs: what is parked, fold or offload, swap, preempt; with nobody
+        Idle cached pages are gone already. Rungs: probes, what is parked, fold or offload, swap, preempt; with nobody
         left to give way, fold what the gate has refused; then the branch itself ends.
         """
         if self._kv.num_available + self._kv.num_returning >= self._kv.pages_needed(branch.table, count):
             return False  # pages of a step in flight are on their way
+        if self.sides.drop("its memory was needed"):
+            self.taken["probe"] += 1
+            return True
         if self.parking.reclaim(forget=False):
             return True
         if self._folds.pressing:

@@ -17,7 +17,8 @@ from thinkfold.kv.manager import KVManager
 from thinkfold.kv.pages import PageClass
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.branch import Branch, BranchStatus
-from thinkfold.scheduler.draws import all_launched, page_class, sample_row
+from thinkfold.scheduler.draws import all_launched, batch_row, page_class, sample_row
+from thinkfold.scheduler.forks import share
 from thinkfold.scheduler.folding import FoldCounts, FoldDesk
 from thinkfold.scheduler.output import BatchRow, FoldCommit, StepPlan
 from thinkfold.scheduler.pressure import PressureLadder
@@ -65,7 +66,7 @@ class Scheduler:
         self.waiting: deque[Branch] = deque()
         self.running: list[Branch] = []  # by arrival
         self._ladder = PressureLadder(kv, self.folds, self.running, self.waiting, self._free_slots, self.ended)
-        self.parking = self._ladder.parking
+        self.parking, self.sides = self._ladder.parking, self._ladder.sides
         self._short = False  # the branch that was to be admitted found no memory
         self._used_slots: set[int] = set()  # slots that may hold a former branch's summaries and queries
         self.prefix_queried_tokens = 0
@@ -127,6 +128,8 @@ class Scheduler:
             if row is not None:
                 rows.append(row)
                 budget -= row.num_tokens
+        if self.waiting and not self._free_slots:
+            self.sides.drop("its place in the batch was needed")
         while budget > 0 and self.waiting and self._free_slots:
             self._short = False
             row = self._admit(self.waiting[0], budget)
@@ -136,7 +139,27 @@ class Scheduler:
                 break
             rows.append(row)
             budget -= row.num_tokens
+        for side in self.sides:
+            row = self._side_row(side, budget)
+            if row is not None:
+                rows.append(row)
+                budget -= row.num_tokens
         return rows
+
+    def _side_row(self, side: Branch, budget: int) -> BatchRow | None:
+        """A row of a probe, from what nobody else wants."""
+        if budget == 0 or not self._steer(side) or (side.num_remaining == 0 and side.inflight):
+            return None
+        if side.slot < 0 and not self._free_slots:
+            self.sides.drop_one(side, "no place in the batch was free")
+            return None
+        count = max(1, min(side.num_remaining, budget))
+        if not self.kv.allocate(side.table, count, PageClass.THINKING):
+            self.sides.drop_one(side, "no memory was free")
+            return None
+        if side.slot < 0:
+            self._take_slot(side)
+        return self._row(side, count)
 
     def collect(self, step: int) -> list[tuple[Branch, bool]]:
         """`step` has finished: publish what it wrote, free what waited for it.
@@ -182,6 +205,12 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
         yield from self.parking.branches
+        yield from self.sides
+
+    def fork_side(self, parent: Branch, side: Branch, *, redo: bool) -> None:
+        """Let a probe start from all tokens of `parent` that are known; `redo`: it asks for the last one's logits."""
+        share(self.kv, parent, side, len(parent.token_ids), redo=redo)
+        self.sides.add(side)
 
     def settle(self, branch: Branch) -> None:
         """Forget what is in flight of a branch that waits for it: its next draw is that one again."""
@@ -212,9 +241,9 @@ class Scheduler:
         """A row for a running branch, or None if it must wait."""
         if not self.folds.advance(branch, stuck=self._stuck):
             return None
-        if not self._steer(branch) or branch.num_remaining == 0:
+        if not self._steer(branch) or (branch.num_remaining == 0 and branch.inflight):
             return None
-        count = self._row_length(branch, budget)
+        count = max(1, self._row_length(branch, budget))
         while not self.kv.allocate(branch.table, count, page_class(branch)):
             if not self._ladder.make_room(branch, count, self._in_plan, stuck=self._stuck):
                 return None
@@ -295,32 +324,24 @@ class Scheduler:
 
     def _run(self, branch: Branch) -> None:
         branch.status = BranchStatus.RUNNING
+        self._take_slot(branch)
+        insort(self.running, branch, key=lambda b: b.order)
+
+    def _take_slot(self, branch: Branch) -> None:
         branch.slot = self._free_slots.pop()
         branch.stale_counts = True
-        if branch.folding is not None or branch.slot in self._used_slots:
-            summary = branch.table.summary
+        summary = branch.table.summary
+        if branch.folding is not None or summary.lengths or branch.slot in self._used_slots:
             self.folds.work.summaries.append((branch.slot, summary.blocks, summary.lengths))
             self._used_slots.add(branch.slot)
-        insort(self.running, branch, key=lambda b: b.order)
 
     def _row(self, branch: Branch, count: int) -> BatchRow:
         start = branch.num_computed_tokens
-        from_slot = start == len(branch.token_ids)
-        row = BatchRow(
-            slot=branch.slot,
-            token_ids=[] if from_slot else branch.token_ids[start : start + count],
-            from_slot=from_slot,
-            position=start,
-            kv_start=branch.table.kv_len,
-            pages=branch.table.pages,
-            keep_queries=branch.folding is not None,
-            queries_from=branch.num_prompt_tokens,
-        )
-        branch.num_computed_tokens += count
-        branch.table.kv_len += count
-        branch.recomputed_tokens += max(0, min(branch.num_computed_tokens, branch.highest_computed) - start)
-        branch.highest_computed = max(branch.highest_computed, branch.num_computed_tokens)
-        branch.computed_prompt_tokens += max(0, min(branch.num_computed_tokens, branch.num_prompt_tokens) - start)
+        if branch.num_remaining == 0:  # forked behind a fold: its last token's logits, its entries are there already
+            row = batch_row(branch, start - 1, 1)
+        else:
+            row = batch_row(branch, start, count)
+            branch.advance(count)
         self._in_plan[id(branch)] = start
         self._planned.rows.append((branch, branch.num_computed_tokens))
         draws = branch.num_remaining == 0
@@ -364,7 +385,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, queues and memory agree."""
-        slots = [b.slot for b in self.running]
+        slots = [b.slot for b in self.running] + [b.slot for b in self.sides if b.slot >= 0]
         assert len(set(slots)) == len(slots), "two branches share a slot"
         assert not set(slots) & set(self._free_slots), "a free slot is in use"
         assert all(b.status is BranchStatus.RUNNING for b in self.running), "a running branch says it is not"

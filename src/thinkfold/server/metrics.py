@@ -34,6 +34,7 @@ _COUNTERS = {
     "thinking_tokens": "Tokens generated inside thinking",
     "answer_tokens": "Tokens generated outside thinking",
     "discarded_tokens": "Tokens generated and thrown away",
+    "probe_tokens": "Tokens computed for probes on the side",
     "folds": "Spans of thinking that were folded",
     "folds_refused": "Spans of thinking that the gate kept raw",
     "folded_tokens": "Thinking tokens whose KV was replaced by a summary",

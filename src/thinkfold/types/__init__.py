@@ -15,6 +15,7 @@ from thinkfold.types.grammar import MAX_GRAMMAR_CHARS, Grammar, schema_format
 from thinkfold.types.limits import Clamp, Limits
 from thinkfold.types.output import CompletionOutput, Costs, Fold, RequestOutput, Segment, TokenLogprobs, TokenStats
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
+from thinkfold.types.probe import ProbeResult
 from thinkfold.types.request import EngineRequest, PromptState
 from thinkfold.types.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
 from thinkfold.types.thinking import DEFAULT_THINKING_BUDGET, EFFORT_BUDGETS, UNLIMITED, ThinkingParams, ThinkingPolicy
@@ -50,6 +51,7 @@ __all__ = [
     "Limits",
     "Phase",
     "Preset",
+    "ProbeResult",
     "PromptState",
     "RequestOutput",
     "SamplingParams",
