@@ -45,7 +45,7 @@ async def run(engine: AsyncEngine, every: int) -> tuple[RequestOutput, list[Any]
         if every and total.outputs[0].num_output_tokens >= next_at and not output.finished:
             next_at += every
             asked = (engine.probe("main", question, 6), engine.peek("main"), engine.peek("main", question))
-            found += [r for r in await asyncio.gather(*asked, return_exceptions=True)]
+            found += await asyncio.gather(*asked, return_exceptions=True)
     assert total is not None
     return total, found
 

@@ -59,6 +59,9 @@ class SideControl:
     def ban_eos(self, inflight: int) -> bool:
         return False
 
+    def allowed(self) -> bytes | None:
+        return None
+
     def _finish(self, reason: FinishReason) -> None:
         self._text.append(self._stops.flush())
         self.finish_reason = self._result.finish_reason = reason

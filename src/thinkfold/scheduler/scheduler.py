@@ -18,8 +18,8 @@ from thinkfold.kv.pages import PageClass
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.draws import all_launched, batch_row, page_class, sample_row
-from thinkfold.scheduler.forks import share
 from thinkfold.scheduler.folding import FoldCounts, FoldDesk
+from thinkfold.scheduler.forks import share
 from thinkfold.scheduler.output import BatchRow, FoldCommit, StepPlan
 from thinkfold.scheduler.pressure import PressureLadder
 from thinkfold.types import FinishReason
