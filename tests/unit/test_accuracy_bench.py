@@ -1,9 +1,10 @@
-"""`thinkfold bench accuracy`: every arm meets every question once, in an order of its own, and is paired by question."""
+"""`thinkfold bench accuracy`: every arm meets every question once, in its own order, and is paired by question."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_each_arm_asks_every_question_once_in_its_own_order() -> None:
     asked = arms(args.arms)
     cut = list(accuracy.shards(args, asked))
     orders = [[shard.questions for shard in cut if shard.arm is arm] for arm in asked]
-    assert all(len(order) == 3 and sorted(sum(order, [])) == list(range(5, 16)) for order in orders)
+    assert all(len(order) == 3 and sorted(chain.from_iterable(order)) == list(range(5, 16)) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert [list(shard.questions) for shard in accuracy.shards(args, asked)] == [shard.questions for shard in cut]
     few = accuracy.parse(["-n", "2", "--processes", "5"])
