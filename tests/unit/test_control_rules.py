@@ -215,6 +215,16 @@ def test_the_gate_holds_probes_back() -> None:
     assert rules.observe(paragraph(760, 9.0)) == [Probe(32)]
 
 
+def test_a_sure_answer_is_asked_for_again_soon() -> None:
+    rules = stopping(preset="balanced")
+    for at, probability in ((4000, 0.5), (5000, 0.96)):
+        assert rules.observe(paragraph(at, 3.0)) == [Probe(32)]
+        rules.observe(probed(at, "7}", probability))
+    assert rules.observe(sentence(5120, 9.0)) == []
+    assert rules.observe(sentence(5128, 9.0)) == [Probe(32)]  # before the tick, at a sentence, past the gate
+    assert rule_of(rules.observe(probed(5128, "7}", 0.96))) == "consistency"
+
+
 def test_a_dropped_probe_is_asked_again_after_a_tick() -> None:
     rules = stopping(early_stop={"consistency": "2/2"})
     asked = [at for at in range(32, 600, 32) if rules.observe(paragraph(at)) == [Probe(32)]]

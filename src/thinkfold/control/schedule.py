@@ -18,7 +18,8 @@ class LookRule:
 
     Probes stay below `probe_share` of the thinking, the first `free_probes` excepted. `gated` ones
     wait until the peeked entropy fell by `gate_fall` or the margin is at most `gate_margin` nats;
-    where neither is known there is no gate.
+    where neither is known there is no gate. An answer with a probability of `sure` is asked for
+    again `tick_min` tokens later, at any boundary, so that it need not wait for the next tick.
     """
 
     peeks: bool
@@ -32,25 +33,33 @@ class LookRule:
     free_probes: int = 2
     gate_fall: float = 0.30
     gate_margin: float = 4.0
+    sure: float = 0.95
     name: str = "look"
 
     def decide(self, seen: Observation, facts: Facts) -> Action | None:
-        if not isinstance(seen, AtBoundary) or seen.kind is Boundary.SENTENCE:
+        if not isinstance(seen, AtBoundary):
             return None
-        if self.probes and self._probe_is_due(facts):
+        again = self._was_sure(facts)
+        if self.probes and (again or seen.kind is not Boundary.SENTENCE) and self._probe_is_due(facts, again):
             return Probe(MAX_PROBE_TOKENS)
+        if seen.kind is Boundary.SENTENCE:
+            return None
         rested = not facts.last_peek or facts.thinking_tokens - facts.last_peek >= self.peek_every
         return Peek() if self.peeks and rested and seen.kind is not Boundary.TRANSITION else None
 
-    def _probe_is_due(self, facts: Facts) -> bool:
+    def _was_sure(self, facts: Facts) -> bool:
+        last = facts.probes[-1] if facts.probes else None
+        return last is not None and last.answer is not None and last.confidence >= self.sure
+
+    def _probe_is_due(self, facts: Facts, again: bool) -> bool:
         length, count = facts.thinking_tokens, len(facts.probes)
-        tick = min(max(self.tick_share * length, self.tick_min), self.tick_max)
+        tick = self.tick_min if again else min(max(self.tick_share * length, self.tick_min), self.tick_max)
         if length - facts.last_probe < tick:
             return False
         expected = facts.probe_tokens / count if count else EXPECTED_PROBE_TOKENS
         if count >= self.free_probes and facts.probe_tokens + expected > self.probe_share * length:
             return False
-        return not self.gated or self._is_open(facts)
+        return again or not self.gated or self._is_open(facts)
 
     def _is_open(self, facts: Facts) -> bool:
         known_entropy, known_margin = facts.num_peeks > 0, not math.isnan(facts.margin)

@@ -1,0 +1,194 @@
+"""Recording traces with what rules may look at: margins at boundaries, and probes taken one request each.
+
+A probe is a request of its own over the trace's tokens so far, the forced end and the opening
+of an answer: the same tokens that a probe on a fork would get, at the price of a prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thinkfold.cli.evaluation import Question
+from thinkfold.control.facts import read_probe
+from thinkfold.control.replay import Place, Record
+from thinkfold.control.rule import Boundary
+from thinkfold.control.schedule import MAX_PROBE_TOKENS
+from thinkfold.control.trace_confidence import TraceConfidence, window_for
+from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.engine.language import Language
+from thinkfold.errors import ParameterError
+from thinkfold.llm import collect
+from thinkfold.text.vocabulary import Vocabulary
+from thinkfold.thinking.tracker import Tracker
+from thinkfold.types import (
+    UNLIMITED,
+    CompletionOutput,
+    FoldParams,
+    Phase,
+    PromptState,
+    SamplingParams,
+    ThinkingParams,
+    TokenStats,
+)
+
+OPENER = "The answer is \\boxed{"
+TRANSITIONS = ("Wait", "Alternatively", "But wait")
+NO_FOLD = FoldParams(policy="off")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A boundary: `index` output tokens, `at` thinking tokens before it."""
+
+    index: int
+    at: int
+    kind: Boundary
+
+
+def boundaries(language: Language, prompt: PromptState, output: Sequence[int]) -> tuple[list[Cut], list[int]]:
+    """The strongest boundary at each place of the thinking, and its token ids."""
+    assert language.family is not None
+    vocabulary, tracker = language.vocabulary, Tracker(language.family, prompt)
+    cuts: list[Cut] = []
+    thinking: list[int] = []
+    before = b""
+    for index, token_id in enumerate(output):
+        count = tracker.num_thinking_tokens
+        tracker.push(token_id)
+        if tracker.num_thinking_tokens > count:
+            thinking.append(token_id)
+        kind = Boundary.SENTENCE if tracker.at_boundary else None
+        data = vocabulary.token_bytes(token_id)
+        if kind and b"\n\n" in before + data:
+            kind = Boundary.PARAGRAPH
+        if kind and vocabulary.text(output[index + 1 : index + 6]).lstrip().startswith(TRANSITIONS):
+            kind = Boundary.TRANSITION
+        if tracker.phase is Phase.THINKING and token_id in language.family.delimiter_ids:
+            kind = Boundary.SEGMENT
+        if kind and tracker.phase is Phase.THINKING:
+            cuts.append(Cut(index + 1, len(thinking), kind))
+        before = data[-1:]
+    return cuts, thinking
+
+
+def probed_cuts(cuts: Sequence[Cut], every: int) -> set[int]:
+    """Places of `cuts` to look at: at least `every` tokens apart, and the first one that far into thinking."""
+    chosen: set[int] = set()
+    last = 0
+    for place, cut in enumerate(cuts):
+        if cut.at - last >= every:
+            chosen.add(place)
+            last = cut.at
+    return chosen
+
+
+class Recorder:
+    """Asks an engine for samples and probes. `opener` begins the answer of a probe."""
+
+    def __init__(self, engine: AsyncEngine, language: Language, *, every: int, opener: str = OPENER) -> None:
+        if language.family is None or not language.family.force_ids:
+            raise ParameterError("model", "its thinking cannot be ended by force: there is nothing to record")
+        self._engine, self._language, self._every = engine, language, every
+        self._force = list(language.family.force_ids)
+        self._opener = language.tokenizer.encode(opener, add_special_tokens=False)
+
+    async def record(self, question: Question, sampling: SamplingParams) -> list[Record]:
+        """All samples of a question; those whose tokens were not all drawn by the model have no places."""
+        prompt = list(self._engine.prompts.encode_chat([{"role": "user", "content": question.text}]))
+        thinking = ThinkingParams(thinking_token_budget=UNLIMITED)
+        output = await collect(self._engine, prompt, sampling, thinking, NO_FOLD)
+        state = self._language.family.prompt_state(prompt)  # pyright: ignore[reportOptionalMemberAccess]
+        lengths = [branch.num_output_tokens for branch in output.outputs]
+        return [await self._sample(question, prompt, state, branch, window_for(lengths)) for branch in output.outputs]
+
+    async def _sample(
+        self, question: Question, prompt: list[int], state: PromptState, branch: CompletionOutput, window: int
+    ) -> Record:
+        ids = list(branch.token_ids)
+        cuts, thinking = boundaries(self._language, state, ids)
+        if len(branch.stats) != len(ids):
+            cuts = []
+        chosen = probed_cuts(cuts, self._every)
+        bare = [Place(cut.at, str(cut.kind), _margin(branch.stats, cut.index)) for cut in cuts]
+        asked = [self._probe(prompt + ids[: cuts[i].index], bare[i], question.judge) for i in sorted(chosen)]
+        looked = dict(zip(sorted(chosen), await asyncio.gather(*asked), strict=True))
+        confidence = TraceConfidence(window)
+        for stat in branch.stats:
+            confidence.push(stat.confidence)
+        return Record(
+            index=question.index,
+            task=question.task,
+            thinking_tokens=branch.num_thinking_tokens,
+            output_tokens=branch.num_output_tokens,
+            reply=branch.text,
+            correct=question.judge(branch.text),
+            token_ids=thinking,
+            places=[looked.get(i, place) for i, place in enumerate(bare)],
+            stop_tokens=len(self._force),
+            bottom=confidence.bottom if branch.stats else None,
+            lowest=confidence.lowest if branch.stats else None,
+        )
+
+    async def _probe(self, before: list[int], place: Place, judge: Callable[[str], bool]) -> Place:
+        """The place with a peek and a probe: both begin behind the opener."""
+        suffix = self._force + self._opener
+        sampling = SamplingParams(temperature=0.0, max_tokens=MAX_PROBE_TOKENS)
+        output = await collect(self._engine, before + suffix, sampling, ThinkingParams(), NO_FOLD)
+        branch = output.outputs[0]
+        text, used = answer_part(self._language.vocabulary, branch.token_ids)
+        logprobs = [stat.logprob for stat in branch.stats[:used]]
+        answer = read_probe(text)
+        return replace(
+            place,
+            entropy=branch.stats[0].entropy,
+            peek_tokens=len(suffix),
+            probe=text,
+            mean_logprob=math.fsum(logprobs) / len(logprobs) if logprobs else 0.0,
+            probe_tokens=len(suffix) + used,
+            correct=answer is not None and judge(f"\\boxed{{{answer}}}"),
+        )
+
+
+def answer_part(vocabulary: Vocabulary, token_ids: Sequence[int]) -> tuple[str, int]:
+    """Text of a probe up to the token that closes the answer, and how many tokens that takes."""
+    depth = 0
+    for index, token_id in enumerate(token_ids):
+        for byte in vocabulary.token_bytes(token_id):
+            depth += {ord("{"): 1, ord("}"): -1}.get(byte, 0)
+            if depth < 0 or byte == ord("\n"):
+                return vocabulary.text(token_ids[: index + 1]), index + 1
+        if token_id in vocabulary.eos_ids:
+            return vocabulary.text(token_ids[:index]), index
+    return vocabulary.text(token_ids), len(token_ids)
+
+
+def save(path: Path, records: Iterable[Record]) -> None:
+    """One JSON line a record."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+
+
+def load(path: Path) -> Iterator[Record]:
+    """Records of a file. Raises ParameterError that names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError("records", f"cannot read {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            places = [Place(**place) for place in entry.pop("places")]
+            yield Record(**entry, places=places)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ParameterError("records", f"{path}, line {number}: not a record ({error})") from None
+
+
+def _margin(stats: Sequence[TokenStats], index: int) -> float:
+    """Of the row behind `index` output tokens; NaN where none was drawn there."""
+    return stats[index].margin if index < len(stats) else math.nan

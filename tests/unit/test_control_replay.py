@@ -1,0 +1,238 @@
+"""Replays of rules and votes on hand-written records, the recorder on a scripted engine, and the bench on a file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from thinkfold.cli import bench, records, rows
+from thinkfold.cli.evaluation import Question
+from thinkfold.config import EngineConfig
+from thinkfold.control.early_stop import EarlyStopping
+from thinkfold.control.replay import Place, Record, oracle, replay, replay_vote
+from thinkfold.engine.language import Language, load_language
+from thinkfold.errors import ParameterError
+from thinkfold.types import (
+    CompletionOutput,
+    Costs,
+    FoldParams,
+    Phase,
+    PromptState,
+    RequestOutput,
+    SamplingParams,
+    ThinkingParams,
+    ThinkingPolicy,
+    TokenStats,
+    VoteParams,
+    parse_control,
+)
+
+SURE = math.log(0.99)
+
+
+def place(
+    at: int, answer: str | None = None, *, right: bool = False, margin: float = 9.0, entropy: float = 2.0
+) -> Place:
+    if answer is None:
+        return Place(at, "sentence", margin)
+    return Place(at, "paragraph", margin, entropy, 9, f"{answer}}}", SURE if right else math.log(0.5), 12, right)
+
+
+def record(*places: Place, tokens: int = 1000, correct: bool = True, answer: str = "7", index: int = 0) -> Record:
+    ids = list(range(tokens))
+    reply = f"The answer is \\boxed{{{answer}}}."
+    return Record(index, "t", tokens, tokens + 10, reply, correct, ids, list(places), stop_tokens=3)
+
+
+def settled_at(first: int, tokens: int = 1000, answer: str = "7", index: int = 0) -> Record:
+    places = [
+        place(at, answer if at >= first else str(at), right=at >= first, entropy=0.0 if at >= first else 2.0)
+        for at in range(100, tokens, 100)
+    ]
+    return record(*places, tokens=tokens, answer=answer, index=index)
+
+
+def test_a_rule_stops_where_the_probes_agree_and_looks_are_counted() -> None:
+    found = replay(settled_at(400), EarlyStopping(parse_control({"early_stop": {"consistency": "2/2"}})))
+    # two free probes at 200 and 400, then 3 * 12 tokens must be at most 6 % of the length
+    assert (found.rule, found.correct) == ("consistency", True)
+    assert found.stopped_at == 600 and found.look_tokens == 3 * 12
+    assert found.tokens == 600 + 36 + 3
+
+
+def test_an_early_wrong_answer_costs_accuracy() -> None:
+    wrong = [replace(place(at, "5"), mean_logprob=SURE) for at in range(128, 1000, 128)]
+    found = replay(record(*wrong), EarlyStopping(parse_control({"early_stop": {"confidence": 0.95}})))
+    assert not found.correct and found.stopped_at == 128
+
+
+def test_the_exact_preset_changes_nothing() -> None:
+    trace = settled_at(200)
+    found = replay(trace, EarlyStopping(parse_control({"preset": "exact"})))
+    assert (found.tokens, found.look_tokens, found.stopped_at) == (1000, 0, None)
+
+
+def test_a_stop_behind_the_last_probe_is_none() -> None:
+    late = record(place(900, margin=-1.0))
+    found = replay(late, EarlyStopping(parse_control({"preset": "aggressive"})))
+    assert found.stopped_at is None and found.tokens == 1000 and found.correct
+
+
+def test_a_margin_stop_takes_effect_at_the_next_probe() -> None:
+    trace = record(place(300, margin=-1.0), place(350, "7", right=True))
+    found = replay(trace, EarlyStopping(parse_control({"preset": "aggressive"})))
+    assert (found.rule, found.stopped_at) == ("margin", 350)
+
+
+def test_a_loop_is_seen_in_the_recorded_tokens() -> None:
+    trace = replace(record(place(900, "7", right=True)), token_ids=[1, 2, 3, 4] * 250)
+    assert replay(trace, EarlyStopping(parse_control({"preset": "aggressive"}))).rule == "loop"
+
+
+def test_the_oracle_stops_where_all_later_probes_are_right() -> None:
+    assert oracle(settled_at(400)) == 400
+    assert oracle(record(place(100, "7", right=True), place(200, "8"))) == 1000
+    assert oracle(record(place(100, "7", right=True), correct=False)) == 1000
+
+
+def test_a_vote_on_the_clock() -> None:
+    traces = [record(tokens=100 * (n + 1)) for n in range(16)]
+    found = replay_vote(traces, VoteParams(16))
+    assert (found.result.rule, found.correct) == ("beta", True)
+    assert found.critical_path == 410 and found.tokens == 110 + 210 + 310 + 410
+    exact = replay_vote(traces, VoteParams(16, stop="exact"))
+    # nine of sixteen are needed: two waves of four, and the first of the third
+    assert exact.result.rule == "lossless" and exact.critical_path == 410 + 810 + 910
+    short = replay_vote(traces, VoteParams(8, "short"))
+    assert short.result.rule == "short" and short.tokens == 110 + 210 + 310 * 6
+
+
+def test_a_vote_settled_in_flight_counts_probes_and_the_answer() -> None:
+    traces = [settled_at(300) for _ in range(4)]
+    found = replay_vote(traces, VoteParams(4), tick_tokens=350)
+    assert found.result.rule == "in_flight" and found.correct
+    assert found.look_tokens == 2 * 4 * 12
+    assert found.critical_path == 700 + 10 + 3 + 2 * 12
+    assert found.tokens == 3 * 700 + 713 + found.look_tokens
+
+
+def test_a_vote_needs_its_samples() -> None:
+    with pytest.raises(ValueError, match="3 samples are recorded"):
+        replay_vote([record()] * 3, VoteParams(4))
+
+
+def test_records_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    whole = [settled_at(300), replace(record(place(10, margin=math.nan)), bottom=1.5)]
+    records.save(path, whole)
+    found = list(records.load(path))
+    assert found[0] == whole[0] and math.isnan(found[1].places[0].margin) and found[1].bottom == 1.5
+    path.write_text('{"index": 0}\n')
+    with pytest.raises(ParameterError, match="line 1: not a record"):
+        list(records.load(path))
+    with pytest.raises(ParameterError, match="cannot read"):
+        list(records.load(tmp_path / "none"))
+
+
+def test_the_bench_replays_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "records.jsonl"
+    records.save(path, [settled_at(300 + 50 * s, tokens=4000, index=i) for i in range(3) for s in range(4)])
+    module = bench.load(Path(__file__).parents[2] / "benchmarks" / "control.py")
+    assert module.main(["--records", str(path), "--suite", "hard", "--votes", "4", "--json", "--no-record"]) == 0
+    found = {row["case"]: row["metrics"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["replay/stop/exact/hard"]["tokens_ratio"] == 1.0
+    balanced = found["replay/stop/balanced/hard"]
+    assert balanced["n"] == 12 and balanced["accuracy"] == balanced["accuracy_ref"] == 1.0
+    assert balanced["oracle_tokens_ratio"] < balanced["tokens_ratio"] < 1.0 and balanced["diff_ci95_low"] < 0
+    assert 0 < balanced["probe_share"] <= 0.06 and balanced["stopped_by_consistency"] == 1.0
+    vote = found["replay/vote/waves_4/hard"]
+    assert vote["n"] == 3 and vote["tokens_ratio"] < 1.0 and "replay/vote/short_4/hard" in found
+    with pytest.raises(SystemExit):
+        module.parse(["--record", "x", "--samples", "4"])
+
+
+def test_boundaries_are_found_in_the_tokens(language: Language) -> None:
+    text = "One line.\nTwo. Wait, three.\n\nFour"
+    ids = language.tokenizer.encode(text, add_special_tokens=False)
+    cuts, thinking = records.boundaries(language, PromptState(Phase.THINKING, 0, 0), ids)
+    assert thinking == ids and all(a.at < b.at for a, b in itertools.pairwise(cuts))
+    ends = {str(cut.kind): language.vocabulary.text(ids[: cut.index]) for cut in cuts}
+    assert ends["paragraph"].endswith("three.\n\n") and ends["transition"].rstrip().endswith("Two.")
+    assert ends["sentence"].rstrip().endswith("line.")
+    assert len(records.probed_cuts(cuts, 1)) == len(cuts) and not records.probed_cuts(cuts, 10**6)
+
+
+@pytest.fixture(scope="module")
+def language() -> Language:
+    return load_language(EngineConfig(model="pebble"))
+
+
+def test_the_answer_part_of_a_probe(language: Language) -> None:
+    def part(text: str) -> tuple[str, int]:
+        ids = language.tokenizer.encode(text, add_special_tokens=False)
+        found, used = records.answer_part(language.vocabulary, ids)
+        assert language.vocabulary.text(ids[:used]).startswith(found)
+        return found, used
+
+    assert part("12}. And so on")[0].startswith("12}")
+    assert part("\\frac{1}{2}} more")[0].startswith("\\frac{1}{2}}")
+    assert part("12\nmore")[0].startswith("12")
+    assert part("12")[0] == "12"
+
+
+class Scripted:
+    """An engine that writes one trace, and answers every other prompt with `9}`; it keeps the prompts."""
+
+    def __init__(self, language: Language, trace: list[int]) -> None:
+        self.language, self.trace = language, trace
+        self.prompts = SimpleNamespace(encode_chat=lambda messages: [1, 2, 3])
+        self.asked: list[list[int]] = []
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingParams, thinking: ThinkingParams, fold: FoldParams, **_: Any
+    ) -> AsyncIterator[RequestOutput]:
+        probe = list(prompt) != [1, 2, 3]
+        if probe:
+            self.asked.append(list(prompt))
+        ids = self.language.tokenizer.encode("9}", add_special_tokens=False) if probe else self.trace
+        stats = [TokenStats(-0.1, 0.5, 3.0, float(i)) for i in range(len(ids))]
+        branch = CompletionOutput(0, text="The answer is \\boxed{9}.", token_ids=list(ids), stats=stats)
+        branch.num_output_tokens = len(ids)
+        yield RequestOutput("r", [branch], ThinkingPolicy(True, None, "default"), Costs(), finished=True)
+
+
+async def test_the_recorder_asks_behind_the_forced_end(language: Language) -> None:
+    encode = language.tokenizer.encode
+    assert language.family is not None
+    start = [*language.family.tokens.starts[0]] if language.family.tokens.starts else []
+    trace = [*start, *encode("First we add.\n\nThen we check it again.\n\nSo it is.", add_special_tokens=False)]
+    engine = Scripted(language, trace)
+    recorder = records.Recorder(engine, language, every=3)  # pyright: ignore[reportArgumentType]
+    question = Question(5, "t", "What?", "9", lambda text: "{9}" in text)
+    (found,) = await recorder.record(question, SamplingParams())
+    looked = found.probed
+    assert found.correct and len(looked) == len(engine.asked) > 0
+    suffix = [*language.family.force_ids, *encode(records.OPENER, add_special_tokens=False)]
+    first = next(cut for cut in records.boundaries(language, PromptState(Phase.ANSWER, 0, 3), trace)[0])
+    assert engine.asked[0] == [1, 2, 3, *trace[: first.index], *suffix]
+    assert looked[0].margin == float(first.index)  # the row behind the boundary's last token
+    assert looked[0].correct and looked[0].entropy == 0.5 and looked[0].probe_tokens == len(suffix) + 2
+    assert found.bottom == pytest.approx(3.0) and found.stop_tokens == len(language.family.force_ids)
+
+
+def test_a_model_whose_thinking_cannot_be_ended_is_refused(language: Language) -> None:
+    with pytest.raises(ParameterError, match="cannot be ended by force"):
+        records.Recorder(Scripted(language, []), replace(language, family=None), every=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_bench_is_documented() -> None:
+    root = rows.checkout()
+    assert root is not None and "`control.py`" in (root / "benchmarks" / "README.md").read_text()
