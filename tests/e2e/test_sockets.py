@@ -174,9 +174,8 @@ def test_metrics_count_what_was_served(served: Served) -> None:
 
 
 def test_requests_that_outlive_the_grace_get_a_last_message() -> None:
-    code = "import sys; from thinkfold.cli import main, serve\nserve._GRACE_S = 0.1\nsys.exit(main.main(sys.argv[1:]))"
     environment = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, "serve", "--port", "0", "--load-format", "dummy"]
+    command = [sys.executable, "-m", "thinkfold", "serve", "--port", "0", "--load-format", "dummy", "--drain-s", "0.1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None

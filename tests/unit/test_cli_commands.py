@@ -23,6 +23,7 @@ import thinkfold
 from thinkfold.cli import ask, serve
 from thinkfold.cli.engine_flags import add_engine_flags, engine_config
 from thinkfold.cli.main import INTERRUPTED, USAGE_ERROR, build_parser, main
+from thinkfold.cli.settings import resolve
 from thinkfold.config import EngineConfig
 from thinkfold.errors import RequestFailedError
 from thinkfold.server.keyring import Keyring
@@ -60,12 +61,11 @@ def test_serve_hands_on_its_secret_and_the_bounds_of_its_store(tmp_path: Path) -
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 32)
     flags = ["serve", "--secret-file", str(secret), "--response-store-bytes", "7", "--response-ttl-s", "2.5"]
-    options = serve.server_options(build_parser().parse_args(flags))
+    options = serve.server_options(resolve(build_parser().parse_args(flags), {}).serve)
     assert (options.response_store_bytes, options.response_ttl_s) == (7, 2.5)
     assert options.keyring.is_signed(Keyring(b"s" * 32).sign("w", []), "w", [])
-    assert not serve.server_options(build_parser().parse_args(["serve"])).keyring.is_signed(
-        Keyring(b"s" * 32).sign("w", []), "w", []
-    )
+    other = serve.server_options(resolve(build_parser().parse_args(["serve"]), {}).serve)
+    assert not other.keyring.is_signed(Keyring(b"s" * 32).sign("w", []), "w", [])
 
 
 def test_help_names_every_field_and_loads_no_torch() -> None:

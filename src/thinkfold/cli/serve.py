@@ -5,97 +5,109 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
+import os
 import socket
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from thinkfold.cli.engine_flags import add_engine_flags, engine_config
-from thinkfold.errors import ParameterError
-from thinkfold.types.checks import integer, number
+from thinkfold.cli.engine_flags import POSITIONAL, add_engine_flags, add_flags
+from thinkfold.cli.settings import Resolved, ServeSettings, resolve
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from thinkfold.server.access.gate import Access
     from thinkfold.server.contract import EngineSlot
     from thinkfold.server.state import ServerOptions
 
 ENGINE_DIED = 1
 FOLD_LOG = "thinkfold.server.folds"  # one line a fold
 _WATCH_S = 0.5
-_GRACE_S = 10  # running requests may finish after a signal
-_LAST_WORDS_S = 5  # then they get an error, which their clients have this long to read
+_LAST_WORDS_S = 5  # after the drain requests get an error, which their clients have this long to read
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("serve", help="serve a model with an OpenAI-compatible API", allow_abbrev=False)
-    parser.add_argument("model", nargs="?", default="pebble", help="a folder, a hub id, or pebble (default)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: 8000)")
-    parser.add_argument(
-        "--response-store-bytes",
-        type=int,
-        default=256 * 1024 * 1024,
-        help="memory for stored responses, 0 for none (default: 268435456)",
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model with an OpenAI-compatible API",
+        description="Every option may also stand in a TOML file (--config) under its name, or in the environment as "
+        "THINKFOLD_<NAME>. Flags beat the environment, which beats the file.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--response-ttl-s",
-        type=float,
-        default=3600.0,
-        help="seconds that a response is stored since it was last used (default: 3600)",
-    )
-    parser.add_argument(
-        "--secret-file",
-        help="a file of at least 32 secret bytes that signs and seals thinking; servers that share it accept each "
-        "other's (default: a secret that ends with the process)",
-    )
-    add_engine_flags(parser)
+    parser.add_argument(POSITIONAL, nargs="?", help="a folder, a hub id, or pebble (default)")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of settings (default: THINKFOLD_CONFIG)")
+    parser.add_argument("--print-config", action="store_true", help="show the effective settings as TOML, and end")
+    add_flags(parser, ServeSettings, "server", given_only=True)
+    add_engine_flags(parser, given_only=True)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal (0), until loading fails (raises) or the engine dies (1)."""
-    config = engine_config(args)
-    options = server_options(args)
+    settings = resolve(args, os.environ)
+    if "print_config" in args:
+        print(settings.toml(), end="")
+        return 0
+    options, access = server_options(settings.serve), access_rules(settings.serve, os.environ)
     logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
-    sock = _listen(args.host, args.port)
+    sock = _listen(settings.serve.host, settings.serve.port)
     try:
-        return asyncio.run(_serve(config, options, sock))
+        return asyncio.run(_serve(settings, options, access, sock))
     finally:
         sock.close()
 
 
-def server_options(args: argparse.Namespace) -> ServerOptions:
-    """What the flags say about the HTTP side. Raises ParameterError for a bad secret and for numbers out of range."""
+def server_options(settings: ServeSettings) -> ServerOptions:
+    """The HTTP side's limits. Raises ParameterError for a secret that cannot be used."""
     from thinkfold.server.keyring import Keyring
     from thinkfold.server.state import ServerOptions
 
-    integer("response_store_bytes", args.response_store_bytes, 0)
-    number("response_ttl_s", args.response_ttl_s, 0, 10**9, open_low=True)
     return ServerOptions(
-        response_store_bytes=args.response_store_bytes,
-        response_ttl_s=args.response_ttl_s,
-        keyring=Keyring.from_file(args.secret_file) if args.secret_file else Keyring(),
+        max_body_bytes=settings.max_body_bytes,
+        response_store_bytes=settings.response_store_bytes,
+        response_ttl_s=settings.response_ttl_s,
+        keyring=Keyring.from_file(settings.secret_file) if settings.secret_file else Keyring(),
+        cors_origins=settings.cors_origins,
+    )
+
+
+def access_rules(settings: ServeSettings, environ: Mapping[str, str]) -> Access:
+    """Who may call. Raises ParameterError for keys that cannot be read."""
+    from thinkfold.server.access.gate import Access
+    from thinkfold.server.access.keys import load_keys
+
+    return Access(
+        keys=load_keys(settings.api_keys_file, environ),
+        open_routes=settings.open_routes,
+        max_header_bytes=settings.max_header_bytes,
     )
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise ParameterError("port", f"must be in [0, 65535], got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
-async def _serve(config: Any, options: ServerOptions, sock: socket.socket) -> int:
+async def _serve(settings: Resolved, options: ServerOptions, access: Access, sock: socket.socket) -> int:
     import uvicorn
 
     from thinkfold.engine.async_engine import AsyncEngine
     from thinkfold.server.app import build_app
 
-    app = build_app(start=lambda: AsyncEngine.start(config), options=options)
+    app = build_app(start=lambda: AsyncEngine.start(settings.engine), options=options, access=access)
     slot: EngineSlot = app.state.thinkfold.slot
-    uvicorn_config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S + _LAST_WORDS_S)
+    drain_s = settings.serve.drain_s
+    uvicorn_config = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=math.ceil(drain_s) + _LAST_WORDS_S,
+        h11_max_incomplete_event_size=2 * access.max_header_bytes,
+    )
     server = uvicorn.Server(uvicorn_config)
     watcher = asyncio.create_task(_watch(slot, server, _url(sock)))
-    ender = asyncio.create_task(_end_requests(slot, server))
+    ender = asyncio.create_task(_end_requests(slot, server, access, drain_s))
     try:
         await server.serve(sockets=[sock])
     finally:
@@ -122,11 +134,12 @@ async def _watch(slot: EngineSlot, server: uvicorn.Server, url: str) -> int:
         server.should_exit = True
 
 
-async def _end_requests(slot: EngineSlot, server: uvicorn.Server) -> None:
-    """After a signal, requests that outlive the grace get a final error instead of a cut connection."""
+async def _end_requests(slot: EngineSlot, server: uvicorn.Server, access: Access, drain_s: float) -> None:
+    """After a signal nothing new begins; requests that outlive the drain get a final error, not a cut connection."""
     while not server.should_exit:
         await asyncio.sleep(_WATCH_S)
-    await asyncio.sleep(_GRACE_S)
+    access.draining = True
+    await asyncio.sleep(drain_s)
     await slot.close()
 
 

@@ -6,8 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from thinkfold.server import chat, completions, control, errors, health, metrics, models
+from thinkfold.server.access import admin
+from thinkfold.server.access.gate import Access, Gate
 from thinkfold.server.contract import Engine, EngineSlot
 from thinkfold.server.messages import routes as messages
 from thinkfold.server.messages.errors import error_body as messages_error
@@ -22,6 +25,7 @@ def build_app(
     *,
     start: Callable[[], Awaitable[Engine]] | None = None,
     options: ServerOptions | None = None,
+    access: Access | None = None,
 ) -> FastAPI:
     """An app around a running `engine`, or one that `start` loads while the socket answers.
 
@@ -45,8 +49,13 @@ def build_app(
     app = FastAPI(title="thinkfold", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     options = options or ServerOptions()
     responses = ResponseStore(options.response_store_bytes, options.response_ttl_s)
-    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses)
-    for module in (chat, completions, messages, response_routes, control, models, health, metrics):
+    access = access or Access()
+    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access)
+    for module in (chat, completions, messages, response_routes, control, models, health, metrics, admin):
         app.include_router(module.router)
-    errors.install(app, {"/v1/messages": messages_error})
+    bodies = {"/v1/messages": messages_error}
+    errors.install(app, bodies)
+    app.add_middleware(Gate, access=access, answer=errors.refusal(app, bodies))
+    if options.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=options.cors_origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -24,6 +24,13 @@ from thinkfold.errors import (
     ThinkfoldError,
     UnsupportedError,
 )
+from thinkfold.server.access.errors import (
+    AuthenticationError,
+    DrainingError,
+    ForbiddenError,
+    HeadersTooLargeError,
+    RateLimitError,
+)
 from thinkfold.server.contract import EngineLoadingError
 
 logger = logging.getLogger(__name__)
@@ -64,9 +71,14 @@ _KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (NotFoundError, 404, "invalid_request_error", "not_found"),
     (PositionError, 409, "invalid_request_error", "invalid_position"),
     (ConflictError, 409, "invalid_request_error", "conflict"),
+    (AuthenticationError, 401, "authentication_error", "invalid_api_key"),
+    (ForbiddenError, 403, "permission_error", "forbidden"),
     (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
+    (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (HeadersTooLargeError, 431, "invalid_request_error", "headers_too_large"),
     (QueueFullError, 429, "rate_limit_error", "queue_full"),
     (RequestFailedError, 500, "server_error", "request_failed"),
+    (DrainingError, 503, "server_error", "server_draining"),
     (EngineLoadingError, 503, "server_error", "engine_loading"),
     (EngineDeadError, 503, "server_error", "engine_dead"),
     (ThinkfoldError, 500, "server_error", None),
@@ -117,9 +129,7 @@ def install(app: FastAPI, bodies: Mapping[str, ErrorBody]) -> None:
     """Add the handlers to `app`. `bodies` has the error shapes of routes by the beginning of their paths."""
 
     def answer(request: Request, failure: Failure, headers: Mapping[str, str] | None = None) -> JSONResponse:
-        path = request.url.path
-        body = next((made for prefix, made in bodies.items() if path.startswith(prefix)), openai_body)
-        return JSONResponse(body(failure), failure.status, headers)
+        return JSONResponse(_shape(bodies, request.url.path)(failure), failure.status, headers)
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         failure = failure_of(error)
@@ -144,7 +154,23 @@ def install(app: FastAPI, bodies: Mapping[str, ErrorBody]) -> None:
     app.add_exception_handler(Exception, on_error)
 
 
+def refusal(app: FastAPI, bodies: Mapping[str, ErrorBody]) -> Callable[[str, ThinkfoldError], JSONResponse]:
+    """Writes and counts errors from before routing: `(path, error)` to a response."""
+
+    def answer(path: str, error: ThinkfoldError) -> JSONResponse:
+        failure = failure_of(error)
+        app.state.thinkfold.metrics.errors.labels(str(failure.status)).inc()
+        headers = {"WWW-Authenticate": "Bearer"} if failure.status == 401 else _retry_after(error)
+        return JSONResponse(_shape(bodies, path)(failure), failure.status, headers)
+
+    return answer
+
+
+def _shape(bodies: Mapping[str, ErrorBody], path: str) -> ErrorBody:
+    return next((made for prefix, made in bodies.items() if path.startswith(prefix)), openai_body)
+
+
 def _retry_after(error: Exception) -> dict[str, str]:
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | RateLimitError):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
     return {"Retry-After": str(LOADING_RETRY_S)} if isinstance(error, EngineLoadingError) else {}

@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
+from thinkfold.server.access.quotas import Lease
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import ClientGoneError, renamed
 from thinkfold.server.feed import Feed
@@ -67,14 +68,25 @@ class Job:
     events: bool = False
     names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields as the client knows them
 
+    @property
+    def thinking_choices(self) -> int:
+        """Choices that may think."""
+        return 0 if self.thinking.template_switch is False else len(self.prompts) * self.sampling.n
+
 
 async def respond(request: Request, engine: Engine, job: Job, writer: Writer) -> Response:
     """Run the job. Errors before the first output are raised, later ones end the stream."""
     state = state_of(request)
     timer = state.metrics.timer()
     namespace = owned(request, job.namespace)
-    feed = Feed(request, [_generate(engine, job, i, namespace) for i in range(len(job.prompts))])
+    lease = state.access.lease(request, job.thinking_choices)
+    feed = Feed(request, [_generate(engine, job, i, namespace, lease) for i in range(len(job.prompts))])
     handed_over = False
+
+    async def close() -> None:
+        lease.close()
+        await feed.close()
+
     try:
         if not job.stream:
             return JSONResponse(await _whole(feed, job, writer, timer))
@@ -82,14 +94,14 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
         first = await feed.next(state.options.keepalive_s)
         events = _events(first, feed, job, writer, timer, state.options.keepalive_s)
         handed_over = True
-        return EventStream(events, feed.close)
+        return EventStream(events, close)
     finally:
         if not handed_over:
-            await feed.close()
+            await close()
 
 
 async def _generate(
-    engine: Engine, job: Job, index: int, namespace: tuple[str, ...]
+    engine: Engine, job: Job, index: int, namespace: tuple[str, ...], lease: Lease
 ) -> AsyncGenerator[RequestOutput, None]:
     request_id = job.response_id if len(job.prompts) == 1 else f"{job.response_id}-{index}"
     outputs = engine.generate(
@@ -98,6 +110,7 @@ async def _generate(
     async with aclosing(outputs):
         try:
             async for output in outputs:
+                lease.note(index, output)
                 yield output
         except ParameterError as error:
             raise renamed(error, job.names) from None

@@ -33,7 +33,10 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    _, is_ready, reason = condition(state_of(request).slot)
+    state = state_of(request)
+    _, is_ready, reason = condition(state.slot)
+    if state.access.draining:
+        is_ready, reason = False, "draining"
     return _answer(is_ready, reason, {})
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from thinkfold.server.access.gate import Access
 from thinkfold.server.contract import EngineSlot
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.metrics import ServerMetrics
@@ -17,7 +18,7 @@ class ServerOptions:
     """Limits of the HTTP side. `keepalive_s`: silence after which a stream sends a sign of life.
 
     Finished responses are stored for `response_ttl_s` seconds since they were last used; with 0 bytes
-    none are.
+    none are. `cors_origins` are the origins whose pages may call; none by default.
     """
 
     max_body_bytes: int = 64 * 1024 * 1024
@@ -26,6 +27,7 @@ class ServerOptions:
     response_store_bytes: int = 256 * 1024 * 1024
     response_ttl_s: float = 3600.0
     keyring: Keyring = field(default_factory=Keyring)
+    cors_origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class ServerState:
     metrics: ServerMetrics
     options: ServerOptions
     responses: ResponseStore
+    access: Access
 
 
 def state_of(request: Request) -> ServerState:

@@ -1,0 +1,162 @@
+"""Settings of `thinkfold serve`: flags beat the environment, which beats the file, which beats defaults."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from thinkfold.cli.engine_flags import hint_of, listed
+from thinkfold.config import EngineConfig
+from thinkfold.errors import ParameterError
+from thinkfold.types.checks import integer, number
+
+PREFIX = "THINKFOLD_"
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """How the HTTP side is run. Raises ParameterError.
+
+    `host` is the address to listen on.
+    `port` is 0 for any free one.
+    `api_keys_file` is a TOML file of hashed API keys (see docs/operations.md); with keys every route needs one.
+    `open_routes` answer GET without a key.
+    `cors_origins` are the origins whose pages may call; none by default.
+    `max_body_bytes` bounds a request's body.
+    `max_header_bytes` bounds a request's headers.
+    `drain_s` is how long running requests may go on after a signal, before they get a final error.
+    `response_store_bytes` is memory for stored responses, 0 for none.
+    `response_ttl_s` is how many seconds a response is stored since it was last used.
+    `secret_file` has at least 32 secret bytes that sign and seal thinking; servers that share it accept each other's.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys_file: str | None = None
+    open_routes: tuple[str, ...] = ("/health", "/ready")
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 1024 * 1024
+    max_header_bytes: int = 32 * 1024
+    drain_s: float = 10.0
+    response_store_bytes: int = 256 * 1024 * 1024
+    response_ttl_s: float = 3600.0
+    secret_file: str | None = None
+
+    def __post_init__(self) -> None:
+        integer("port", self.port, 0, 65535)
+        integer("max_body_bytes", self.max_body_bytes, 1024)
+        integer("max_header_bytes", self.max_header_bytes, 1024)
+        number("drain_s", self.drain_s, 0.0, 86_400.0)
+        integer("response_store_bytes", self.response_store_bytes, 0)
+        number("response_ttl_s", self.response_ttl_s, 0, 10**9, open_low=True)
+        wrong = next((route for route in self.open_routes if not route.startswith("/")), None)
+        if wrong is not None:
+            raise ParameterError("open_routes", f"must begin with a slash, got {wrong!r:.60}")
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Effective settings and where each came from: flag, environment, file or default."""
+
+    engine: EngineConfig
+    serve: ServeSettings
+    origins: Mapping[str, str]
+
+    def toml(self) -> str:
+        """A file that gives the same settings."""
+        lines: list[str] = []
+        for settings in (self.engine, self.serve):
+            for field in fields(settings):
+                value = getattr(settings, field.name)
+                text = f"{field.name} = {_toml_value(value)}" if value is not None else f"# {field.name} is automatic"
+                lines.append(f"{text}  # {self.origins[field.name]}" if value is not None else text)
+        return "\n".join(lines) + "\n"
+
+
+def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
+    """The settings of a command line that holds only what was given. Raises ParameterError."""
+    sources = {
+        "flag": {name: value for name, value in vars(args).items() if name in _home()},
+        "environment": _from_environment(environ),
+        "file": _from_file(getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")),
+    }
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(_home(), "default")
+    for origin in ("file", "environment", "flag"):
+        values |= sources[origin]
+        origins |= dict.fromkeys(sources[origin], origin)
+    made = [cls(**{n: v for n, v in values.items() if _home()[n] is cls}) for cls in (EngineConfig, ServeSettings)]
+    return Resolved(made[0], made[1], origins)
+
+
+def _home() -> dict[str, Any]:
+    """The class of every setting."""
+    return {field.name: cls for cls in (EngineConfig, ServeSettings) for field in fields(cls)}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    home = _home()
+    names = {f"{PREFIX}{name.upper()}": name for name in home}
+    return {name: _parsed(home[name], name, environ[key], key) for key, name in names.items() if key in environ}
+
+
+def _from_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ParameterError("config", f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ParameterError("config", f"is not valid TOML ({error})") from None
+    home = _home()
+    for name in table:
+        if name not in home:
+            close = difflib.get_close_matches(name, home, n=1)
+            raise ParameterError(name, f"is no setting{f'; did you mean {close[0]}?' if close else ''} (in {path})")
+    return {name: _checked(home[name], name, value, f"{name} (in {path})") for name, value in table.items()}
+
+
+def _parsed(cls: Any, name: str, text: str, where: str) -> Any:
+    """A setting from text."""
+    hint = hint_of(cls, name)
+    if hint is bool:
+        if text.strip().lower() not in _TRUTH:
+            raise ParameterError(where, f"must be true or false, got {text!r:.60}")
+        return _TRUTH[text.strip().lower()]
+    if get_origin(hint) is tuple:
+        return listed(text)
+    kind = type(get_args(hint)[0]) if get_origin(hint) is Literal else hint
+    try:
+        return kind(text)
+    except ValueError:
+        raise ParameterError(where, f"must be {_KINDS[kind]}, got {text!r:.60}") from None
+
+
+def _checked(cls: Any, name: str, value: Any, where: str) -> Any:
+    """A setting from a TOML value."""
+    hint = hint_of(cls, name)
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise ParameterError(where, "must be a list of strings")
+        return tuple(value)
+    kind = type(get_args(hint)[0]) if get_origin(hint) is Literal else hint
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ParameterError(where, f"must be {_KINDS[kind]}, got {value!r:.60}")
+    return value
+
+
+_KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+def _toml_value(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
