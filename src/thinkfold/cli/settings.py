@@ -92,8 +92,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
     for origin in ("file", "environment", "flag"):
         values |= sources[origin]
         origins |= dict.fromkeys(sources[origin], origin)
-    made = [cls(**{n: v for n, v in values.items() if _home()[n] is cls}) for cls in (EngineConfig, ServeSettings)]
-    return Resolved(made[0], made[1], origins)
+    engine, serve = ({n: v for n, v in values.items() if _home()[n] is cls} for cls in (EngineConfig, ServeSettings))
+    return Resolved(EngineConfig(**engine), ServeSettings(**serve), origins)
 
 
 def _home() -> dict[str, Any]:
