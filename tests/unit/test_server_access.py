@@ -115,11 +115,11 @@ async def test_admin_routes_are_apart() -> None:
 
 async def test_tenants_have_prefix_namespaces_of_their_own() -> None:
     engine = ScriptedEngine()
-    table = KeyTable([key("a", RIGHT, tenant="t", salt="s"), key("b", WRONG)])
+    table = KeyTable([key("a", RIGHT, tenant="t"), key("b", WRONG)])
     async with guarded(Access(table), engine) as client:
         for secret in (RIGHT, WRONG):
             await client.post("/v1/chat/completions", json={**BODY, "cache_salt": "x"}, headers=bearer(secret))
-    assert [call.namespace for call in engine.calls] == [("tenant=s", "salt=x"), ("tenant=b", "salt=x")]
+    assert [call.namespace for call in engine.calls] == [("tenant=t", "salt=x"), ("tenant=b", "salt=x")]
 
 
 async def test_requests_per_minute() -> None:
@@ -224,7 +224,7 @@ def test_keys_of_file_and_environment(tmp_path: Path) -> None:
     table = load_keys(str(path), {"THINKFOLD_API_KEYS": f" {ADMIN} , {WRONG}"})
     assert table is not None
     found = table.find(RIGHT)
-    assert found is not None and (found.name, found.owner, found.prefix_salt, found.tokens_per_day) == (
+    assert found is not None and (found.name, found.owner, found.tokens_per_day) == (
         "ann",
         "t",
         "t",

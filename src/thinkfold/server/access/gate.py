@@ -66,8 +66,7 @@ class Gate:
             if is_admin and not key.admin:
                 raise ForbiddenError("this key is none of an administrator")
             access.quotas.count_request(key)
-            own = {"api_key": key, "tenant": key.owner, "salt": key.prefix_salt}
-            scope["state"] = {**scope.get("state", {}), **own}
+            scope["state"] = {**scope.get("state", {}), "api_key": key, "tenant": key.owner}
         elif is_admin:
             raise ForbiddenError("admin routes need API keys, and this server has none")
         if access.draining and scope["method"] == "POST" and not is_admin:

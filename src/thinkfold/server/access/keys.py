@@ -23,14 +23,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 class ApiKey:
     """What a caller with this key is and may do. `sha256` is the key's hash, in hex.
 
-    Keys of one `tenant` share stored responses; keys of one `salt` (default: the tenant) share
-    cached prefixes. `admin` opens the admin routes. None is no limit.
+    Keys of one `tenant` (default: the name) share cached prefixes and stored responses. `admin`
+    opens the admin routes. None is no limit.
     """
 
     name: str
     sha256: str
     tenant: str = ""
-    salt: str = ""
     admin: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -38,7 +37,7 @@ class ApiKey:
     concurrent_thinking: int | None = None
 
     def __post_init__(self) -> None:
-        for field in ("name", "tenant", "salt"):
+        for field in ("name", "tenant"):
             value = getattr(self, field)
             if not isinstance(value, str) or (_NAME.fullmatch(value) is None and (value or field == "name")):
                 raise ParameterError(f"api_keys.{field}", "must be 1 to 64 letters, digits, dots, dashes, underscores")
@@ -55,11 +54,6 @@ class ApiKey:
     def owner(self) -> str:
         """The tenant, by default the key's own name."""
         return self.tenant or self.name
-
-    @property
-    def prefix_salt(self) -> str:
-        """What keeps this key's cached prefixes apart."""
-        return self.salt or self.owner
 
 
 class KeyTable:
