@@ -224,12 +224,7 @@ def test_keys_of_file_and_environment(tmp_path: Path) -> None:
     table = load_keys(str(path), {"THINKFOLD_API_KEYS": f" {ADMIN} , {WRONG}"})
     assert table is not None
     found = table.find(RIGHT)
-    assert found is not None and (found.name, found.owner, found.tokens_per_day) == (
-        "ann",
-        "t",
-        "t",
-        5,
-    )
+    assert found is not None and (found.name, found.owner, found.tokens_per_day) == ("ann", "t", 5)
     second = table.find(WRONG)
     assert second is not None and second.name == "environment-2" and not second.admin
     assert table.find("") is None and table.find("\udc80") is None
