@@ -2,7 +2,7 @@
 
 import pytest
 
-from thinkfold.cli.answers import canonical, final_answer, majority, wilson
+from thinkfold.cli.answers import final_answer, majority, same_answer, wilson
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,23 @@ def test_final_answer(text: str, answer: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [("1,200", "1200"), ("1200.0", "$1200$"), (".5", "2/4"), ("7.", "7"), ("a b", "ab"), ("-1,000.50", "-1000.5")],
+    [
+        ("1,200", "1200"),
+        ("1200.0", "$1200$"),
+        (".5", "2/4"),
+        ("7.", "7"),
+        ("a  b", "A b"),
+        ("\\frac{1}{2}", "0.5"),
+        ("-1,000.50", "-1000.5"),
+    ],
 )
 def test_equal_answers(left: str, right: str) -> None:
-    assert canonical(left) == canonical(right)
+    assert same_answer(left, right)
 
 
 @pytest.mark.parametrize(("left", "right"), [("1,2", "12"), ("1,2,3", "123"), ("1/0", "0"), ("A", "a"), ("7", "70")])
 def test_different_answers(left: str, right: str) -> None:
-    assert canonical(left) != canonical(right)
+    assert not same_answer(left, right)
 
 
 def test_majority_counts_classes_and_takes_the_first_on_a_tie() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thinkfold.cli.answers import canonical, final_answer, majority, wilson
+from thinkfold.cli.answers import final_answer, majority, same_answer, wilson
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.llm import collect
@@ -98,7 +98,7 @@ def _file_question(path: Path, index: int, line: str) -> Question:
 
     def judge(answer_text: str) -> bool:
         answer = final_answer(answer_text)
-        return answer is not None and canonical(answer) == canonical(expected)
+        return answer is not None and same_answer(answer, expected)
 
     return Question(index, str(entry.get("task", "all")), text, expected, judge)
 
