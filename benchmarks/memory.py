@@ -76,19 +76,22 @@ class WatchedCore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def step(self) -> list[RequestOutput]:
+    def advance(self) -> None:
         if self._watch is None and self._ended >= self._ramp:
             self._watch, self._first_step, self._tokens = Watch(self.scheduler), self._core.stats().steps, 0
             self._last = time.perf_counter()
-        outputs = self._core.step()
-        self._ended += sum(output.finished for output in outputs)
-        self._tokens += sum(len(branch.token_ids) for output in outputs for branch in output.outputs)
+        self._core.advance()
         if self._watch is not None and not self.numbers:
             now = time.perf_counter()
             self._watch.tick(now - self._last)
             self._last = now
-            if self._ended >= self._wanted:
-                self._close(self._watch)
+
+    def news(self) -> list[RequestOutput]:
+        outputs = self._core.news()
+        self._ended += sum(output.finished for output in outputs)
+        self._tokens += sum(len(branch.token_ids) for output in outputs for branch in output.outputs)
+        if self._watch is not None and not self.numbers and self._ended >= self._wanted:
+            self._close(self._watch)
         return outputs
 
     def _close(self, watch: Watch) -> None:

@@ -48,6 +48,7 @@ class EngineConfig:
     `gpu_memory_utilization` is the share of the device (of free memory on a CPU) to stay within.
     `enable_prefix_caching` shares the KV of equal visible prefixes between requests.
     `pipeline_depth` 1 plans a step ahead of the device, 0 waits for each; None is 1 on a GPU.
+    `enforce_eager` makes no CUDA graphs; a CPU and the reference attention never do.
     `own_process` runs the core in a process of its own; None does so on a GPU.
     `seed` makes the random weights of load_format dummy repeatable.
     `default_thinking_budget` is the thinking limit of requests that name none; -1 is no limit.
@@ -88,6 +89,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True
     pipeline_depth: Literal[0, 1] | None = None
+    enforce_eager: bool = False
     own_process: bool | None = None
     seed: int | None = None
     default_thinking_budget: int = DEFAULT_THINKING_BUDGET

@@ -150,12 +150,13 @@ def test_poison_of_another_row_stays_there() -> None:
 def test_query_sink_holds_the_chosen_queries() -> None:
     case = CASES[0]
     x = make(case, torch.float32)
-    rows = torch.tensor([4, 0, 7])
-    sink = torch.full((LAYERS, 3, *x.q.shape[1:]), 5.0)
-    lse_sink = torch.full((LAYERS, 3, x.q.shape[1]), 5.0)
+    rows = torch.tensor([4, 0, 7, -1])
+    sink = torch.full((LAYERS, 4, *x.q.shape[1:]), 5.0)
+    lse_sink = torch.full((LAYERS, 4, x.q.shape[1]), 5.0)
     tables = (x.cu_seqlens_q, x.kv_lens, x.page_table, x.slot_mapping, *without_summaries(x))
     _, lse = paged_attention(x.q, x.k, x.v, x.kv, LAYER, *tables, 0.1, 0, rows, sink, lse_sink)
-    assert torch.equal(sink[LAYER], x.q[rows]) and torch.equal(lse_sink[LAYER], lse[rows])
+    assert torch.equal(sink[LAYER, :3], x.q[rows[:3]]) and torch.equal(lse_sink[LAYER, :3], lse[rows[:3]])
+    assert (sink[LAYER, 3] == 5.0).all() and (lse_sink[LAYER, 3] == 5.0).all()
     assert (lse_sink[[0, 2]] == 5.0).all()
     assert (sink[[0, 2]] == 5.0).all()
 

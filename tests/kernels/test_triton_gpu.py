@@ -14,7 +14,7 @@ MIXED = (Row(1, 40), Row(5, 77), Row(1, 600), Row(1, 1), Row(3, 3), Row(0, 9), R
 FOLDED = (Row(1, 200, (40, 33)), Row(5, 77, (1, 16)), Row(1, 600), Row(1, 900, (700, 0)))
 DECODE = tuple(Row(1, n) for n in (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 513, 3000))
 CASES = [
-    Case(2, 3, 64, 16, MIXED, sinks=(4, 0, 7)),
+    Case(2, 3, 64, 16, MIXED, sinks=(4, -1, 0, 7)),
     Case(1, 1, 37, 8, MIXED, window=20),
     Case(2, 16, 64, 64, MIXED),
     Case(4, 2, 96, 16, MIXED, window=1),

@@ -18,8 +18,13 @@ from thinkfold.runner.loader import pick_attention
 # fp8 memory with float16 queries needs too, and loses the carry where a number is rounded up to a power of 2 in fp8:
 # the seeds of fp8 cases are such that none is. test_triton_gpu.py has no such limits.
 CASES = [
-    (Case(1, 3, 16, 16, (Row(1, 40), Row(2, 9), Row(1, 300), Row(0, 9), Row(1, 16)), sinks=(4, 0)), torch.float32, 0),
+    (
+        Case(1, 3, 16, 16, (Row(1, 40), Row(2, 9), Row(1, 300), Row(0, 9), Row(1, 16)), sinks=(4, -1, 0)),
+        torch.float32,
+        0,
+    ),
     (Case(2, 1, 12, 8, (Row(1, 30, (5, 0)), Row(1, 8), Row(1, 9, (8, 17))), beta=True, sinks=(1,)), torch.float32, 0),
+    (Case(1, 2, 8, 8, (Row(1, 9), Row(3, 20))), torch.float32, 0),
     (Case(1, 4, 16, 8, (Row(1, 70, (20,)), Row(9, 13)), window=5), torch.float16, 0),
     (Case(1, 2, 32, 32, (Row(1, 33, (40,)), Row(1, 5)), beta=True, fp8=True), torch.float32, 2),
     (Case(1, 17, 16, 64, (Row(3, 66),), fp8=True), torch.float32, 4),
@@ -64,7 +69,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes what the compiler refuses: masks that are no booleans, casts between sizes."""
     pytest.importorskip("triton")
     kernels = run_alone({"TRITON_INTERPRET": "0"}, "compile").split()
-    assert kernels == ["store", "merge", "store", "attend_splits"]
+    assert kernels == ["store", "merge", "store", "attend_splits", "attend_splits"]
 
 
 def compile_kernel(kernel: Any, types: str, ints: str, constants: dict[str, object]) -> None:
@@ -107,7 +112,11 @@ def compile_kernels() -> None:
     compile_kernel(
         store, "*fp16 *fp16 *fp8e4nv *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": True}
     )
-    compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**sizes, **tile, "FP8": True})
+    compile_kernel(
+        attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**sizes, **tile, "LANES": 64, "FP8": True}
+    )
+    small = {**sizes, **tile, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
+    compile_kernel(attend_splits, f"*fp32 *fp32 *fp16 *fp32 {tables}", more, small)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import sys
 import pytest
 
 PARENT = """
-import asyncio, os, signal, sys, time
+import asyncio, os, signal, sys, time, types
 from thinkfold.config import EngineConfig
 from thinkfold.engine.client import ProcessClient
 from thinkfold.engine.messages import Abort
 
 class Idle:
-    has_work = False
+    has_work = has_news = urgent = has_requests = False
+    orders = types.SimpleNamespace(take=list)
 
     def check_integrity(self):
         pass
@@ -21,7 +22,10 @@ class Idle:
     def abort(self, request_id):
         pass
 
-    def step(self):
+    def advance(self):
+        pass
+
+    def news(self):
         return []
 
     def stats(self):

@@ -134,4 +134,4 @@ def test_rows_that_do_not_ask_take_no_memory() -> None:
     kept = store()
     assert kept.place([BatchRow(0, [0] * 50, False, 0, 0, [])]) == ([], [])
     assert kept._queries is None
-    assert kept.nbytes == LAYERS * 4 * LINES * HEADS * (DIM + 1) * 4
+    assert kept.nbytes == LAYERS * (4 * LINES + 1) * HEADS * (DIM + 1) * 4

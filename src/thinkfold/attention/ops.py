@@ -67,7 +67,7 @@ def paged_attention(
     int32; slot_mapping `[T]` int64 `page * page_size + offset`, -1 stores nothing;
     sliding_window 0 means none, else a query sees that many entries with its own;
     query_sink_rows `[S]` int64: tokens whose query is copied to `query_sink[layer]` and whose LSE
-    to `lse_sink[layer]`; query_sink `[L, S, Hq, D]`, lse_sink `[L, S, Hq]` fp32 (both mutated).
+    to `lse_sink[layer]`, -1 copies nothing; query_sink `[L, S, Hq, D]`, lse_sink `[L, S, Hq]` fp32 (both mutated).
 
     Summaries: summary_rows `[B]` int64 is the line of the two tables that a row reads, -1 for
     none; summary_table `[L, N, Hkv, R]` int32 head blocks, block `(page * L + layer) * Hkv + head`

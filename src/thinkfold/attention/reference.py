@@ -74,9 +74,15 @@ def paged_attention(
             else:
                 _prefill(q, context, gather.rows[0], mask, scale, 0, out, lse)
     if query_sink_rows.numel():
-        query_sink[layer] = q.index_select(0, query_sink_rows)
-        lse_sink[layer] = lse.index_select(0, query_sink_rows)
+        _sink(query_sink_rows, q, query_sink[layer])
+        _sink(query_sink_rows, lse, lse_sink[layer])
     return out, lse
+
+
+def _sink(tokens: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy the rows `tokens` `[S]` of `source` to `target`, but those of -1."""
+    asked = (tokens >= 0).nonzero()[:, 0]
+    target.index_copy_(0, asked, source.index_select(0, tokens.index_select(0, asked)))
 
 
 def _write(k: Tensor, v: Tensor, kv: Tensor, kv_scales: Tensor, layer: int, plan: GatherPlan) -> None:

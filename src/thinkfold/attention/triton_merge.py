@@ -64,6 +64,8 @@ def merge(
     dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     sunk = index - num_tokens
     token = tl.load(sink_rows + sunk, mask=sunk >= 0, other=0).to(tl.int64) + tl.where(sunk >= 0, 0, index)
+    if token < 0:  # a sink that nobody asked for
+        return
     number = token * NUM_HEADS + head
     splits = tl.where(token < tl.load(cu_seqlens_q + num_rows), num_splits, 0)
     joined, joined_lse = _joined(split_out, split_lse, number, splits, dims, HEAD_DIM)

@@ -24,6 +24,7 @@ MAX_SPLITS = 64
 # Most rows have no summary or a short one; an empty split costs a program.
 MAX_SUMMARY_SPLITS = 8
 LOG2_E = 1 / math.log(2)
+LEAST_DOT = 16  # `tl.dot` takes no smaller dimension
 
 
 class Blocks(NamedTuple):
@@ -113,12 +114,12 @@ def _power_of_2(number: int) -> int:
 
 
 def _blocks(dtype: torch.dtype, head_dim: int, group: int, decode: bool) -> Blocks:
-    """`head_dim` and `group` are powers of 2; lines are at least 16, the least that `tl.dot` takes."""
+    """`head_dim` and `group` are powers of 2."""
     if dtype == torch.float32:
-        return Blocks(max(16, group), 32 if head_dim <= 128 else 16, 4, 2)
+        return Blocks(max(LEAST_DOT, group), 32 if head_dim <= 128 else 16, 4, 2)
     entries = 64 if head_dim <= 128 else 32
     if decode:
-        return Blocks(max(16, group), entries, 4, 3)
+        return Blocks(max(LEAST_DOT, group), entries, 4, 3)
     return Blocks(max(64 if head_dim <= 128 else 32, group), entries, 4, 2)
 
 
@@ -199,6 +200,7 @@ def _attend(
         NUM_HEADS=num_heads,
         GROUP=q.shape[1] // num_heads,
         HEAD_DIM=head_dim,
+        LANES=max(LEAST_DOT, _power_of_2(head_dim)),
         PAGE_SIZE=page_size,
         BLOCK_M=blocks.lines,
         BLOCK_N=blocks.entries,

@@ -36,19 +36,21 @@ def attend(
     scale,
     with_bias,
     HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     SUMMARY: tl.constexpr,
 ):
-    """Queries `[M, D]` over a span (table, unit, shift, start, low, high, oldest, newest) of entries.
+    """Queries `[M, LANES]` over a span (table, unit, shift, start, low, high, oldest, newest) of entries.
 
     Its entries are `[low, high)` of blocks `table[i] * unit + shift`, and a query sees those in `[oldest, newest)`
     `[M]`. Memory outside `[start, high)` may hold anything: it is not loaded. Returns the largest score and the sum
-    of weights `[M]`, to base 2, and the weighted sum of values `[M, D]`.
+    of weights `[M]`, to base 2, and the weighted sum of values `[M, LANES]`; lanes behind
+    HEAD_DIM are zero: `tl.dot` takes no inner dimension below 16.
     """
     table, unit, shift, start, low, high, oldest, newest = span
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, LANES)
     largest = tl.full((queries.shape[0],), -float("inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
     acc = tl.zeros(queries.shape, tl.float32)

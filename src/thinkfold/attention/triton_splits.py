@@ -31,7 +31,14 @@ def _share(start, end, part, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _queries(
-    q, tiles, head, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
+    q,
+    tiles,
+    head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """The tile's queries `[M, D]`, their numbers token * Hq + head `[M]`, which exist, and what each sees."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -39,7 +46,7 @@ def _queries(
     token, lane = lines // padded, lines % padded
     real = (token < tl.load(tiles + 2)) & (lane < GROUP)
     number = (tl.load(tiles + 1) + token).to(tl.int64) * (NUM_HEADS * GROUP) + head * GROUP + lane
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, LANES)
     shown = real[:, None] & (dims[None, :] < HEAD_DIM)
     rows = tl.load(q + number[:, None] * HEAD_DIM + dims[None, :], mask=shown, other=0.0)
     return rows, number, real, tl.load(tiles + 3) + token
@@ -103,6 +110,7 @@ def attend_splits(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -119,20 +127,21 @@ def attend_splits(
     if tl.load(tile + 2) == 0:
         return
     row = tl.load(tile).to(tl.int64)
-    queries, numbers, real, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_M)
+    queries, numbers, real, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, LANES, BLOCK_M)
     if split < raw_splits:
         table = page_table + row * table_width
         span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
-        parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, PAGE_SIZE, BLOCK_N, FP8, False)
+        parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False)
     else:
         at = (layer * num_lines + tl.load(summary_rows + row)) * NUM_HEADS + head  # before the table for line -1
         length = tl.load(summary_lens + at, mask=tl.load(summary_rows + row) >= 0, other=0)
         table = summary_table + at * summary_width
         span = _summary(table, length, seen, split - raw_splits, num_splits - raw_splits, BLOCK_N)
-        parts = attend(queries, span, kv, kv_scales, bias, scale, with_bias, HEAD_DIM, PAGE_SIZE, BLOCK_N, FP8, True)
+        beta = with_bias
+        parts = attend(queries, span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, True)
     largest, total, acc = parts
     at = numbers * num_splits + split
     tl.store(lse + at, tl.where(total == 0, -float("inf"), largest + tl.log2(total)), mask=real)
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, LANES)  # HEAD_DIM rounded up to what `tl.dot` takes
     shown = (real & (total != 0))[:, None] & (dims[None, :] < HEAD_DIM)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=shown)

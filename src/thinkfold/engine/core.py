@@ -65,7 +65,8 @@ class EngineCore:
         self._arrivals = 0
         self._last_tick = clock()
         self._outputs: list[RequestOutput] = []
-        self._touched: dict[str, Running] = {}
+        self._touched: dict[str, Running] = {}  # what has news
+        self._urgent = False
         self.orders = Orders(self)
         self._stats = EngineStats(pages_total=scheduler.kv.num_pages)
         self._reasons: Counter[str] = Counter()
@@ -106,6 +107,7 @@ class EngineCore:
             ]
         except Exception as error:  # rule: one request's preparation fails that request
             self._outputs.append(_refusal(request, error))
+            self._urgent = True
             self._reasons[FinishReason.ERROR] += 1
             return
         self._arrivals += count
@@ -142,8 +144,23 @@ class EngineCore:
         """The request has news, or an end that is to be told."""
         self._touched[running.request.request_id] = running
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `news` may have something to tell."""
+        return bool(self._outputs or self._touched)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for the first output of a request, or for its last one."""
+        return self._urgent
+
     def step(self) -> list[RequestOutput]:
-        """Launch one step and collect the one that is due; returns the news of all requests.
+        """`advance`, and the news of all requests."""
+        self.advance()
+        return self.news()
+
+    def advance(self) -> None:
+        """Launch one step and collect the one that is due.
 
         Raises RuntimeError if requests are left and nothing can ever run.
         """
@@ -156,11 +173,9 @@ class EngineCore:
         due = bool(self._inflight) and (plan is None or len(self._inflight) > self._depth)
         if due:
             self._collect(*self._inflight.popleft())
-        outputs = self._drain()
         self.orders.retry()
-        if not (plan or due or outputs) and any(not running.idle for running in self._requests.values()):
+        if not (plan or due or self.has_news) and any(not running.idle for running in self._requests.values()):
             raise RuntimeError(f"{len(self._requests)} requests are left and none can run")
-        return outputs
 
     def _collect(self, plan: StepPlan, pending: Any) -> None:
         result = self._runner.collect(pending)
@@ -185,6 +200,8 @@ class EngineCore:
     def _accept(self, running: Running, branch: Branch, result: StepResult, index: int) -> None:
         """One drawn token of a live branch: ask its control, then update the branch."""
         self.touch(running)
+        self._urgent |= not running.begun
+        running.begun = True
         token = result.token_ids[index]
         if token < 0:
             running.error = running.error or f"choice {branch.index}: the model's logits are not finite"
@@ -255,6 +272,7 @@ class EngineCore:
             except Exception as error:
                 running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
         self.touch(running)
+        self._urgent = True
         self.discard(running, branch)
         self.orders.probes.close(running, branch)
         self._scheduler.finish(branch)
@@ -271,7 +289,9 @@ class EngineCore:
         for running in self._requests.values():
             running.meter.tick([b for b in running.branches if b.status is not BranchStatus.FINISHED], seconds)
 
-    def _drain(self) -> list[RequestOutput]:
+    def news(self) -> list[RequestOutput]:
+        """What has become of all requests since the last call."""
+        self._urgent = False
         outputs, self._outputs = self._outputs, []
         touched, self._touched = self._touched, {}
         for request_id, running in touched.items():

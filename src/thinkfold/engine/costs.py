@@ -23,7 +23,7 @@ class CostMeter:
         branch thinks, answer after that; paused while all are. Pages shared by a fork are charged once.
         """
         costs = self.costs
-        again = _counted_again(branches)
+        again = _counted_again(branches) if len(branches) > 1 else 0
         summaries = sum(b.table.summary.mean_entries for b in branches if not b.table.swapped)
         pages = sum(len(b.table.pages) for b in branches) - again + summaries / max(1, self._page_size)
         raw = sum(b.table.kv_len for b in branches if not b.table.swapped)

@@ -5,6 +5,7 @@ A failure of a step is final for the core: it says `Dead` and returns.
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import time
@@ -16,13 +17,13 @@ from thinkfold.engine.commands import Order
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.messages import Abort, Command, Dead, Event, ModelInfo, News, Ready, Stop
 from thinkfold.errors import ParameterError
-from thinkfold.types import RequestOutput
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
 _QUIET_S = 0.2  # a step without news is still a sign of life, told this often
-_COALESCE_S = 0.02  # deltas of this long travel together: each message wakes the reader's thread
+# Deltas of this long travel together, but for the first and the last of a request: each message costs both sides time.
+_COALESCE_S = 0.02
 
 
 class Inbox(Protocol):
@@ -40,6 +41,8 @@ def run_core(
     """Build the core and serve until `Stop` or a failure; the last event is always `Dead`."""
     try:
         core, model = build(config)
+        gc.collect()
+        gc.freeze()  # modules, model and graphs stay: no collection need look at them again
         send(Ready(model))
         _serve(core, inbox, send)
     except ParameterError as error:
@@ -51,38 +54,8 @@ def run_core(
         send(Dead(""))
 
 
-class _Mail:
-    """Outputs on their way: first and last ones of a request go at once, others together."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[str, RequestOutput] = {}
-        self._begun: set[str] = set()
-        self._urgent = False
-        self._last_sent = 0.0
-
-    def add(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            name = output.request_id
-            self._urgent |= output.finished or name not in self._begun
-            self._begun.add(name)
-            if output.finished:
-                self._begun.discard(name)
-            if name in self._outputs:
-                self._outputs[name].merge(output)
-            else:
-                self._outputs[name] = output
-
-    def due(self, now: float) -> bool:
-        return self._urgent or now - self._last_sent > (_COALESCE_S if self._outputs else _QUIET_S)
-
-    def take(self, now: float) -> list[RequestOutput]:
-        outputs, self._outputs = list(self._outputs.values()), {}
-        self._urgent, self._last_sent = False, now
-        return outputs
-
-
 def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> None:
-    mail = _Mail()
+    told = 0.0
     idle_checked = True
     while True:
         commands = _commands(inbox, wait=not core.has_work)
@@ -96,11 +69,13 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
             else:
                 core.add(command)
         if core.has_work or commands:
-            mail.add(core.step())
+            core.advance()
             now = time.monotonic()
             answers = core.orders.take()
-            if answers or not core.has_work or mail.due(now):
-                send(News(mail.take(now), core.stats(), answers))
+            due = now - told > (_COALESCE_S if core.has_news else _QUIET_S)
+            if due or answers or core.urgent or not core.has_work:
+                send(News(core.news(), core.stats(), answers))
+                told = now
             idle_checked = False
         else:
             if core.has_requests:  # all paused: nothing happens, and all is well

@@ -24,6 +24,7 @@ class Running:
     notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]] = field(default_factory=dict)
     folds: dict[int, list[Fold]] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
+    begun: bool = False  # a token has been drawn for it
     error: str | None = None
 
     @property

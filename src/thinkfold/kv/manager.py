@@ -119,18 +119,20 @@ class KVManager:
         A partly filled last page that somebody else holds too is copied first.
         """
         assert not table.swapped, "a branch on the host cannot grow"
-        needed = self.pages_needed(table, new_entries)
-        if not self._make_room(needed, self.reserve_pages):
+        copies = self._must_copy(table)
+        needed = max(0, self.pages_for(table.kv_len + new_entries) - len(table.pages)) + copies
+        if needed and not self._make_room(needed, self.reserve_pages):
             return False
         index = table.kv_len // self.page_size
         table.shared = min(table.shared, index)  # a page written to is the table's own
-        if self._must_copy(table):
+        if copies:
             source, target = table.pages[index], self._pool.allocate(page_class)
             self._work.copy(source, target)
             table.pages = [*table.pages[:index], target, *table.pages[index + 1 :]]
             self._release(source)
             needed -= 1
-        table.pages += [self._pool.allocate(page_class) for _ in range(needed)]
+        if needed:
+            table.pages += [self._pool.allocate(page_class) for _ in range(needed)]
         return True
 
     def fork(self, source: PageTable, target: PageTable, entries: int, lengths: list[int] | None = None) -> None:

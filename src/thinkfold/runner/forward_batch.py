@@ -88,7 +88,7 @@ def build(
     late = [i for i, row in enumerate(rows) if row.from_slot]
     token_ids = [token for row in rows for token in ((0,) if row.from_slot else row.token_ids)]
     positions = [p for row, n in zip(rows, lengths, strict=True) for p in range(row.position, row.position + n)]
-    slots = [slot for row in rows for slot in _slots(row, page_size)]
+    slots = [slot for row in rows for slot in slots_of(row, page_size)]
     arrays: list[ArrayLike] = [
         [token_ids + [0] * padding],
         [positions + [0] * padding],
@@ -116,8 +116,11 @@ def samples_of(plan: StepPlan) -> list[SampleRow]:
     return [sample for row in plan.rows for sample in row.samples]
 
 
-def _slots(row: BatchRow, page_size: int) -> list[int]:
-    """Where the entries of a row are written. Most rows have one, for which numpy is slow."""
+def slots_of(row: BatchRow, page_size: int) -> list[int]:
+    """Where the entries of a row are written. Most rows have one, for which numpy is slow.
+
+    Raises ValueError for a row whose pages are too few for its entries.
+    """
     end = row.kv_start + row.num_tokens
     if end > len(row.pages) * page_size:
         raise ValueError(f"slot {row.slot}: {len(row.pages)} pages cannot hold {end} entries")

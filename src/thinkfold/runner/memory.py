@@ -17,7 +17,7 @@ from thinkfold.runner.faults import is_device_fault
 from thinkfold.runner.folder import Folder
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.query_store import QueryStore
-from thinkfold.runner.storage import KVStorage
+from thinkfold.runner.storage import KVStorage, page_bytes
 from thinkfold.runner.summary_tables import SummaryTables
 from thinkfold.scheduler.output import MemoryWork
 
@@ -46,17 +46,43 @@ class DeviceMemory:
     ) -> None:
         layers, heads, page_size = loaded.num_layers, loaded.num_kv_heads, config.page_size
         device, slots = loaded.device, config.max_num_seqs
-        dtype = kv_dtype(config, loaded)
-        bias, dim = any(budgets.mass), loaded.head_dim
-        self.storage = KVStorage(num_pages, layers, heads, page_size, dim, dtype, device, host_pages, bias=bias)
+        self._shape = (layers, heads, page_size, loaded.head_dim, kv_dtype(config, loaded))
+        self._device = device
+        self._with_bias = any(budgets.mass)
+        self._reserved = False
         self.tables = SummaryTables(slots, layers, heads, page_size, -(-max_model_len // page_size), device)
         self.queries = QueryStore(slots, layers, loaded.num_heads, loaded.head_dim, loaded.dtype, device)
-        self._folder = Folder(self.storage, self.tables, self.queries, budgets, attention_facts(loaded))
+        self._budgets, self._facts = budgets, attention_facts(loaded)
+        self.resize(num_pages, host_pages)
+
+    @property
+    def page_bytes(self) -> int:
+        return page_bytes(*self._shape, bias=self._with_bias)
 
     @property
     def later_bytes(self) -> int:
         """Bytes that the first fold will allocate on the device beside the pool."""
-        return self.queries.nbytes + self.tables.nbytes
+        return 0 if self._reserved else self.queries.nbytes + self.tables.nbytes
+
+    def reserve(self) -> None:
+        """Allocate now all that folds may ever need, so that no tensor is replaced later; call `resize` after it."""
+        self._reserved = self._with_bias = True
+        self.tables.reserve()
+        self.queries.reserve()
+
+    def resize(self, num_pages: int, host_pages: int = 0) -> None:
+        """Pages of another number; what they held is lost."""
+        layers, heads, page_size, head_dim, dtype = self._shape
+        self.storage = KVStorage(
+            num_pages, layers, heads, page_size, head_dim, dtype, self._device, host_pages, bias=self._with_bias
+        )
+        self._folder = Folder(self.storage, self.tables, self.queries, self._budgets, self._facts)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tensors lie that a captured step reads and writes."""
+        storage, tables = self.storage, self.tables
+        kept = (storage.tensor, storage.scales, storage.bias, tables.table, tables.lens, *self.queries.reserve())
+        return tuple(tensor.data_ptr() for tensor in kept)
 
     def execute(self, work: MemoryWork, now: Mapping[int, int]) -> FoldNews:
         """Do a step's memory work; `now` gives the logical position that a slot's row computes next.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,24 +16,31 @@ from transformers import PreTrainedTokenizerBase
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
 from thinkfold.runner import forward_batch, loader, sizing
-from thinkfold.runner.forward_batch import ForwardBatch, StepInputs
+from thinkfold.runner.forward import forward
+from thinkfold.runner.graphs import Capture, CudaCapture, StepGraphs
 from thinkfold.runner.invariance import row_tile, threads_change_no_bit
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.memory import DeviceMemory, fold_budgets
-from thinkfold.runner.sampler import NUM_STATS, Drawn, Sampler, SamplerInputs
+from thinkfold.runner.sampler import NUM_STATS, Sampler, SamplerInputs
 from thinkfold.runner.threads import step_threads
+from thinkfold.runner.transfer import to_device
 from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan, StepResult
 from thinkfold.types import TokenLogprobs, TokenStats
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A launched step: `values` is one flat fp64 tensor on its way to the host, the errors of `folds` last."""
+    """A launched step, and its results on their way to the host as one flat fp64 tensor.
+
+    `values` are `width` token ids and as many rows of statistics, of which the first belong to
+    `samples`; then top ids and log-probs; then the errors of `folds`.
+    """
 
     step: int
     samples: list[SampleRow]
     folds: list[int]
     fold_faults: list[tuple[int, str]]
+    width: int
     values: Tensor
     ready: torch.cuda.Event | None
 
@@ -43,7 +51,8 @@ class ModelRunner:
     `launch` returns before the device has finished (GPU) and `collect` waits for it; several
     steps may be in flight and are collected in order. `batch_invariant` pads a CPU's batches so
     that a token's logits have the same bits in every batch (fp32, dense models). `eos_token_ids`
-    are all end tokens; None takes those of the model's configuration.
+    are all end tokens; None takes those of the model's configuration. `capture` makes CUDA graphs;
+    None takes the device's own, if the configuration and the attention allow it.
     """
 
     def __init__(
@@ -54,6 +63,7 @@ class ModelRunner:
         end_marker_id: int | None = None,
         eos_token_ids: Iterable[int] | None = None,
         batch_invariant: bool = True,
+        capture: Capture | None = None,
     ) -> None:
         self._config = config
         self._loaded = loaded = loaded or loader.load(config)
@@ -63,23 +73,18 @@ class ModelRunner:
         self._token_tile = row_tile(loaded.model) if batch_invariant and on_cpu else 1
         may_choose = on_cpu and (not batch_invariant or threads_change_no_bit(loaded.model))
         self._threads = step_threads(fixed=not may_choose)
-        self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self._device)
+        # One more than there are slots: padding of a captured step has a place, too.
+        self._last_token = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         ends = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
         ends = tuple(sorted(i for i in ends if i < loaded.vocab_size))
         self._sampler = Sampler(loaded.vocab_size, config.max_num_seqs, ends, end_marker_id, self._device)
         self.budgets = fold_budgets(loaded)
-        self._memory = self._allocate(2)
+        self._memory = DeviceMemory(config, loaded, self.budgets, self.max_model_len, 2)
+        self.graphs = self._make_graphs(capture or _own_capture(config, self._device))
         self._profile(1)
-        size = self.page_bytes
-        pages = sizing.pool_pages(
-            config,
-            self.max_model_len,
-            size,
-            self._device,
-            lambda: self._profile(config.max_num_batched_tokens),
-            self._memory.later_bytes,
-        )
-        self._memory = self._allocate(pages, sizing.host_pages(config, size))
+        self._take_pages()
+        if self.graphs is not None:
+            self.graphs.capture()
 
     @property
     def vocab_size(self) -> int:
@@ -128,26 +133,43 @@ class ModelRunner:
         news = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
         samples = forward_batch.samples_of(plan)
         with self._threads.step(plan.num_tokens):
-            drawn = self._step(plan, samples) if plan.rows else None
-        values, ready = self._send_home(drawn, [error for _, error in news.errors])
-        return PendingStep(plan.step, samples, [fold_id for fold_id, _ in news.errors], news.faults, values, ready)
+            parts, width = self._step(plan, samples) if plan.rows else ([], 0)
+        if news.errors:
+            parts.append(torch.stack([error for _, error in news.errors]))
+        values, ready = self._send_home(parts)
+        folds = [fold_id for fold_id, _ in news.errors]
+        return PendingStep(plan.step, samples, folds, news.faults, width, values, ready)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step and return its tokens in the order of its samples."""
         if pending.ready is not None:
             pending.ready.synchronize()
-        samples = pending.samples
+        samples, width = pending.samples, pending.width
         count = len(samples)
         end = pending.values.numel() - len(pending.folds)
         flat, errors = pending.values[:end], pending.values[end:].tolist()
         ids = [int(x) for x in flat[:count].tolist()]
-        stats = [TokenStats(*row) for row in flat[count : count * (1 + NUM_STATS)].view(count, NUM_STATS).tolist()]
-        logprobs = _logprobs(samples, ids, stats, flat[count * (1 + NUM_STATS) :])
+        rows = flat[width : width * (1 + NUM_STATS)].view(width, NUM_STATS)[:count].tolist()
+        stats = [TokenStats(*row) for row in rows]
+        logprobs = _logprobs(samples, ids, stats, flat[width * (1 + NUM_STATS) :])
         folds = list(zip(pending.folds, errors, strict=True))
         return StepResult(pending.step, ids, stats, logprobs, folds, pending.fold_faults)
 
-    def _step(self, plan: StepPlan, samples: list[SampleRow]) -> Drawn:
-        """Forward and sampling of a plan with rows; what is drawn and which queries are kept stays on the device."""
+    def _step(self, plan: StepPlan, samples: list[SampleRow]) -> tuple[list[Tensor], int]:
+        """Forward and sampling of a plan with rows: what goes home, and how many rows it has.
+
+        What is drawn and which queries are kept stays on the device, too.
+        """
+        bucket = self.graphs.find(plan, samples) if self.graphs is not None else None
+        if self.graphs is None or bucket is None:
+            return self._step_eagerly(plan, samples)
+        drawn = self.graphs.run(bucket, plan, samples)
+        if drawn is not None:
+            return [drawn], bucket.rows
+        arrays = to_device([*self._sampler.pack(samples), [sample.slot for sample in samples]], self._device)
+        return self._sample(self.graphs.logits(len(samples)), samples, SamplerInputs(*arrays[:-1]), arrays[-1])
+
+    def _step_eagerly(self, plan: StepPlan, samples: list[SampleRow]) -> tuple[list[Tensor], int]:
         memory = self._memory
         inputs, extra = forward_batch.build(
             plan,
@@ -158,49 +180,21 @@ class ModelRunner:
             memory.tables.rows([row.slot for row in plan.rows]),
             memory.queries.place(plan.rows),
         )
-        logits = self._forward(inputs)
-        drawn = self._sampler.sample(logits[: len(samples)], samples, SamplerInputs(*extra))
-        self._last_token[inputs.sample_slots] = drawn.token_ids.clamp(min=0)
-        return drawn
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Logits `[S, V]` of the token rows that are sampled."""
         if inputs.late_rows.numel():
             inputs.input_ids[0, inputs.late_rows] = self._last_token[inputs.late_slots]
-        memory = self._memory
-        query_sink, lse_sink = memory.queries.sinks(inputs.sink_rows.numel())
-        batch = ForwardBatch(
-            kv=memory.storage.tensor,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            kv_lens=inputs.kv_lens,
-            page_table=inputs.page_table,
-            slot_mapping=inputs.slot_mapping,
-            summary_rows=inputs.summary_rows,
-            summary_table=memory.tables.table,
-            summary_lens=memory.tables.lens,
-            bias=memory.storage.bias,
-            kv_scales=memory.storage.scales,
-            query_sink_rows=inputs.sink_rows,
-            query_sink=query_sink,
-            lse_sink=lse_sink,
-        )
-        output = self._loaded.model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            logits_to_keep=inputs.sample_rows,
-            forward_batch=batch,
-        )
-        if inputs.sink_rows.numel():
-            memory.queries.keep(inputs.sink_lines, query_sink, lse_sink)
-        return output.logits[0]
+        logits = forward(self._loaded.model, memory, inputs)
+        return self._sample(logits[: len(samples)], samples, SamplerInputs(*extra), inputs.sample_slots)
 
-    def _send_home(self, drawn: Drawn | None, errors: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
-        parts: list[Tensor] = []
-        if drawn is not None:
-            parts = [drawn.token_ids, drawn.stats, drawn.top_ids, drawn.top_logprobs]
-        parts.append(torch.stack(errors) if errors else torch.zeros(0, device=self._device))
-        flat = torch.cat([part.reshape(-1).double() for part in parts])
+    def _sample(
+        self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs, slots: Tensor
+    ) -> tuple[list[Tensor], int]:
+        drawn = self._sampler.sample(logits, samples, inputs)
+        self._last_token[slots] = drawn.token_ids.clamp(min=0)
+        return list(drawn), len(samples)
+
+    def _send_home(self, parts: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
+        wide = [part.reshape(-1).double() for part in parts if part.numel()]
+        flat = wide[0] if len(wide) == 1 else torch.cat(wide or [torch.zeros(0, dtype=torch.float64)])
         if self._device.type != "cuda":
             return flat, None
         home = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
@@ -209,8 +203,25 @@ class ModelRunner:
         ready.record(torch.cuda.current_stream(self._device))  # the current device may be another one
         return home, ready
 
-    def _allocate(self, num_pages: int, host_pages: int = 0) -> DeviceMemory:
-        return DeviceMemory(self._config, self._loaded, self.budgets, self.max_model_len, num_pages, host_pages)
+    def _make_graphs(self, capture: Capture | None) -> StepGraphs | None:
+        """Everything that a captured step needs but the graphs, while memory has few pages."""
+        if capture is None:
+            return None
+        memory = self._memory
+        memory.reserve()
+        memory.resize(2)
+        model, last = self._loaded, self._last_token
+        return StepGraphs(self._config, model, memory, self._sampler, last, self.max_model_len, capture)
+
+    def _take_pages(self) -> None:
+        """Give memory as many pages as the configuration says or the device has room for."""
+        config, memory = self._config, self._memory
+        later = memory.later_bytes
+        if self.graphs is not None and config.kv_cache_bytes is None:
+            later += self.graphs.estimate_bytes()
+        largest = partial(self._profile, config.max_num_batched_tokens)
+        pages = sizing.pool_pages(config, self.max_model_len, memory.page_bytes, self._device, largest, later)
+        memory.resize(pages, sizing.host_pages(config, memory.page_bytes))
 
     def _profile(self, num_tokens: int) -> None:
         """One forward of `num_tokens` tokens, one page each, every sampling slot in use."""
@@ -224,7 +235,14 @@ class ModelRunner:
         inputs, _ = forward_batch.build(plan, size, self._token_tile, self._device, [], [-1] * len(rows))
         keep = torch.zeros(min(num_tokens, self._config.max_num_seqs), dtype=torch.int64, device=self._device)
         with torch.inference_mode():
-            self._forward(inputs._replace(sample_rows=keep)).float().softmax(dim=-1)
+            forward(self._loaded.model, self._memory, inputs._replace(sample_rows=keep)).float().softmax(dim=-1)
+
+
+def _own_capture(config: EngineConfig, device: torch.device) -> Capture | None:
+    """CUDA graphs, where the attention never waits for the device and the configuration does not forbid them."""
+    if config.enforce_eager or loader.pick_attention(config.attention_backend, device) != "triton":
+        return None
+    return CudaCapture(device)
 
 
 def _model_len(config: EngineConfig, max_position: int) -> int:

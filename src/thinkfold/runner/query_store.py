@@ -48,14 +48,15 @@ class QueryStore:
 
     Kept are the last `LATE` multiples of `LATE_STRIDE`, and positions `first + i · stride` over the
     whole past, where the stride doubles whenever more than `PAST` would be kept. Memory is
-    allocated when the first row asks for it.
+    allocated when the first row asks for it, or by `reserve`. `nowhere` is a line that nobody reads.
     """
 
     def __init__(
         self, num_slots: int, num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._num_slots = num_slots
-        self._shape = (num_layers, num_slots * LINES, num_heads, head_dim)
+        self._shape = (num_layers, num_slots * LINES + 1, num_heads, head_dim)
+        self.nowhere = num_slots * LINES
         self._dtype = dtype
         self._device = device
         self._queries: Tensor | None = None
@@ -69,6 +70,10 @@ class QueryStore:
         """Bytes of device memory when allocated."""
         layers, lines, heads, dim = self._shape
         return layers * lines * heads * (dim * self._dtype.itemsize + torch.float32.itemsize)
+
+    def reserve(self) -> tuple[Tensor, Tensor]:
+        """Allocate now; queries and LSE, which stay where they are from then on."""
+        return self._tensors()
 
     def place(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int]]:
         """Which token rows of a step are kept, and the lines they go to; call it once a step, in order.
@@ -152,8 +157,9 @@ class QueryStore:
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
         if self._queries is None or self._lse is None:
-            self._queries = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-            self._lse = torch.zeros(self._shape[:-1], dtype=torch.float32, device=self._device)
+            with torch.inference_mode(False):  # written in place later, also outside inference mode
+                self._queries = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+                self._lse = torch.zeros(self._shape[:-1], dtype=torch.float32, device=self._device)
         return self._queries, self._lse
 
     def check_integrity(self) -> None:

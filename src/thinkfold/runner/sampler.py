@@ -6,6 +6,8 @@ own logits, parameters and counter: neighbours change nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from thinkfold.runner import filters, penalties, rng
 from thinkfold.runner.invariance import row_sums
 from thinkfold.runner.penalties import Penalties
 from thinkfold.scheduler.output import SampleRow
+from thinkfold.types import SamplingParams
 
 IntArray = NDArray[np.int64]
 CONFIDENCE_TOKENS = 20
@@ -50,6 +53,23 @@ class SamplerInputs(NamedTuple):
     penalty_output: Tensor
 
 
+class FixedInputs(NamedTuple):
+    """Sampling parameters of S rows in fixed shapes: `forced` `[S]` ids or -1, `ban` `[S]` 1 where no end token may
+    come, `knobs` `[5, S]` fp64 as in `SamplerInputs`, temperature 0 for greedy rows."""
+
+    forced: Tensor
+    ban: Tensor
+    knobs: Tensor
+
+
+class Draws(Enum):
+    """How much work the rows of a step with fixed shapes ask for."""
+
+    GREEDY = auto()
+    FREE = auto()  # temperature alone
+    FILTERED = auto()  # with top-k, top-p or min-p
+
+
 class Drawn(NamedTuple):
     """`token_ids` `[R]`, -1 where logits were not finite; `stats` `[R, 4]` fp32: log-prob of the
     token, entropy, confidence, margin; `top_ids`, `top_logprobs` `[A, k]` for rows that asked."""
@@ -58,6 +78,16 @@ class Drawn(NamedTuple):
     stats: Tensor
     top_ids: Tensor
     top_logprobs: Tensor
+
+
+class _Seen(NamedTuple):
+    """What raw logits say, whatever is drawn: all `[R]` but `logprobs` `[R, V]`."""
+
+    finite: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    confidence: Tensor
+    margin: Tensor
 
 
 class Sampler:
@@ -75,6 +105,10 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._penalties = Penalties(vocab_size, max_num_seqs, device)
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
+        # Rows that between them ask for every filter, so that no work is left out.
+        wide = max(1, vocab_size - 1)
+        self._all_filters = [SamplingParams(top_k=wide), SamplingParams(top_p=0.5, min_p=0.5)]
 
     def pack(self, samples: list[SampleRow]) -> list[IntArray]:
         """Host arrays in the order of `SamplerInputs`."""
@@ -87,7 +121,7 @@ class Sampler:
             for t in sorted({*self._eos_token_ids, *s.params.stop_token_ids})
         ]
         drawn = [(i, s) for i, s in enumerate(samples) if s.params.temperature > 0 and s.forced_token is None]
-        knobs = [_knobs(s, self._vocab_size) for _, s in drawn]
+        knobs = [self.knobs(s) for _, s in drawn]
         forced = [(i, s.forced_token) for i, s in enumerate(samples) if s.forced_token is not None]
         return [
             np.array(edits, dtype=np.int64).reshape(-1, 2).T,
@@ -106,26 +140,59 @@ class Sampler:
         masks = [np.frombuffer(s.allowed, dtype=np.int64) for s in samples if s.allowed is not None]
         return np.stack(masks) if masks else np.zeros((0, -(-self._vocab_size // 64)), dtype=np.int64)
 
+    def knobs(self, sample: SampleRow) -> tuple[float, float, float, float, float]:
+        """Temperature, u, top_p, min_p and top_k of a row that is drawn."""
+        params = sample.params
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        u = rng.uniform(sample.seed, sample.branch, sample.position)
+        return params.temperature, u, params.top_p, params.min_p, top_k
+
     def sample(self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Drawn:
         """Draw one token a row from `logits` `[R, V]` (any float dtype, left as they are)."""
         raw = logits.float()
-        best, least = raw.amax(dim=-1), raw.amin(dim=-1)
-        finite = (best < torch.inf) & (least > -torch.inf)  # NaN is neither
-        logprobs = raw.log_softmax(dim=-1)
-        token_ids = torch.where(finite, self._draw(raw, samples, inputs), -1)
-        stats = self._statistics(raw, best, logprobs, token_ids.clamp(min=0))
+        seen = self._observe(raw)
+        token_ids = torch.where(seen.finite, self._draw(raw, samples, inputs), -1)
+        stats, logprobs = _statistics(seen, token_ids), seen.logprobs
         num_top = min(max((s.params.logprobs or 0 for s in samples), default=0), self._vocab_size)
         if not num_top:
             return Drawn(token_ids, stats, token_ids[:0, None], logprobs[:0, :0])
         top = logprobs[inputs.top_rows].topk(num_top, dim=-1)
         return Drawn(token_ids, stats, top.indices, top.values)
 
-    def _statistics(self, raw: Tensor, best: Tensor, logprobs: Tensor, token_ids: Tensor) -> Tensor:
+    def sample_fixed(self, raw: Tensor, inputs: FixedInputs, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Token ids and stats as `sample` gives them, of `raw` `[S, V]` fp32, which is changed.
+
+        What is launched depends on shapes and `draws` alone, so it can be captured. It knows no
+        penalties, no logit bias, no masks, no top log-probs, and of end tokens the model's own.
+        """
+        seen = self._observe(raw)
+        raw[:, self._eos] = raw[:, self._eos].masked_fill((inputs.ban > 0)[:, None], -torch.inf)
+        token_ids = raw.argmax(dim=-1)
+        if draws is not Draws.GREEDY:
+            temperature = inputs.knobs[0]
+            knobs = torch.cat([torch.where(temperature > 0, temperature, 1.0)[None], inputs.knobs[1:]])
+            drawn = filters.draw(raw, knobs, self._all_filters if draws is Draws.FILTERED else [])
+            token_ids = torch.where(temperature > 0, drawn, token_ids)
+        token_ids = torch.where(inputs.forced >= 0, inputs.forced, token_ids)
+        token_ids = torch.where(seen.finite, token_ids, -1)
+        return token_ids, _statistics(seen, token_ids)
+
+    def has_fixed_shapes(self, sample: SampleRow) -> bool:
+        """Whether `sample_fixed` can draw this row."""
+        params = sample.params
+        if params.logprobs or params.logit_bias or penalties.penalised(params) or sample.allowed is not None:
+            return False
+        return not (sample.ban_eos and params.stop_token_ids)
+
+    def _observe(self, raw: Tensor) -> _Seen:
+        best, least = raw.amax(dim=-1), raw.amin(dim=-1)
+        finite = (best < torch.inf) & (least > -torch.inf)  # NaN is neither
+        logprobs = raw.log_softmax(dim=-1)
         entropy = -row_sums(logprobs.exp() * logprobs)
         confidence = logprobs.topk(min(CONFIDENCE_TOKENS, self._vocab_size), dim=-1).values.mean(dim=-1).neg_()
         end = self.end_marker_id
         margin = torch.full_like(best, torch.nan) if end is None else best - raw[:, end]
-        return torch.stack([logprobs.gather(1, token_ids[:, None])[:, 0], entropy, confidence, margin], dim=1)
+        return _Seen(finite, logprobs, entropy, confidence, margin)
 
     def _draw(self, raw: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
         logits = raw
@@ -148,6 +215,23 @@ class Sampler:
         return token_ids
 
 
+def _statistics(seen: _Seen, token_ids: Tensor) -> Tensor:
+    logprob = seen.logprobs.gather(1, token_ids.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([logprob, seen.entropy, seen.confidence, seen.margin], dim=1)
+
+
+def draws_of(samples: Iterable[SampleRow]) -> Draws:
+    """The least work that draws all of them."""
+    found = Draws.GREEDY
+    for sample in samples:
+        params = sample.params
+        if params.temperature > 0 and sample.forced_token is None:
+            if params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0:
+                return Draws.FILTERED
+            found = Draws.FREE
+    return found
+
+
 def _choose(logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
     """A token id `[R]` for each row of `logits` `[R, V]`: drawn, forced or the most likely one."""
     num_random = len(inputs.random_rows)
@@ -167,10 +251,3 @@ def _bits(masks: Tensor, count: int) -> Tensor:
     """The first `count` bits of each row of words, as booleans `[M, count]`."""
     bits = masks[:, :, None] >> torch.arange(64, device=masks.device) & 1
     return bits.flatten(1)[:, :count].bool()
-
-
-def _knobs(sample: SampleRow, vocab_size: int) -> tuple[float, float, float, float, float]:
-    params = sample.params
-    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-    u = rng.uniform(sample.seed, sample.branch, sample.position)
-    return params.temperature, u, params.top_p, params.min_p, top_k

@@ -16,7 +16,8 @@ class SummaryTables:
     """`table` `[L, N, Hkv, S]` int32 head blocks and `lens` `[L, N, Hkv]` int32 entries of N slots.
 
     N is 0 until there is a summary. On a GPU S is `max_blocks` from the first summary on, since
-    shapes there are fixed; on a CPU it doubles when it must. A tensor that grows is replaced.
+    shapes there are fixed; on a CPU it doubles when it must. A tensor that grows is replaced, none is
+    after `reserve`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class SummaryTables:
         self._page_size = page_size
         self._device = device
         self._first_width = max_blocks if device.type == "cuda" else 8
+        self._max_blocks = max_blocks
         self._used: set[int] = set()
         self.table = self._zeros(num_layers, 0, num_kv_heads, 0)
         self.lens = self._zeros(num_layers, 0, num_kv_heads)
@@ -42,6 +44,10 @@ class SummaryTables:
         """Bytes of the tables when they are first needed."""
         layers, heads = self._heads
         return layers * heads * self._num_slots * (self._first_width + 1) * torch.int32.itemsize
+
+    def reserve(self) -> None:
+        """Allocate all that there can ever be."""
+        self._widen(self._max_blocks)
 
     def rows(self, slots: Sequence[int]) -> list[int]:
         """The line that each slot's row reads; -1 where it has no summary."""

@@ -22,6 +22,11 @@ def to_device(arrays: Sequence[ArrayLike], device: torch.device) -> list[Tensor]
     return [part.view(array.shape) for part, array in zip(parts, whole, strict=True)]
 
 
+def pinned(words: int, device: torch.device) -> Tensor:
+    """An int64 buffer on the host from which a copy to a GPU does not wait; it may be let go at once."""
+    return torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
 def concat(arrays: Sequence[IntArray]) -> IntArray:
     """The arrays in a row; none give an empty one."""
     return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)

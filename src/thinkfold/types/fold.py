@@ -9,6 +9,7 @@ from typing import Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.types.checks import choice, integer, number
+from thinkfold.types.messages import by_position
 
 
 class FoldMode(StrEnum):
@@ -88,6 +89,7 @@ class FoldParams:
             number("fold.gate", self.gate, 0.0, 1.0)
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class FoldPolicy:
     """The effective fold policy of one request, as echoed to the user; every number resolved."""

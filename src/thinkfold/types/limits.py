@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from thinkfold.types.messages import by_position
+
 
 @dataclass(frozen=True, slots=True)
 class Clamp:
@@ -19,6 +21,7 @@ class Clamp:
     by: Literal["model_length", "kv_pool", "max_tokens"]
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The effective `max_tokens` of one request, as echoed to the user, and all that was `clamped`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 from thinkfold.types.fold import FoldPolicy
 from thinkfold.types.limits import Limits
+from thinkfold.types.messages import by_position
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.thinking import ThinkingPolicy
 
@@ -23,8 +25,7 @@ class TokenLogprobs:
     phase: Phase | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenStats:
+class TokenStats(NamedTuple):
     """Statistics of one sampling row on raw logits (nats; temperature 1, no penalties).
 
     `confidence` is the negative mean log-prob of the 20 most likely tokens (DeepConf);
@@ -64,6 +65,7 @@ class Fold:
     refused: bool = False
 
 
+@by_position
 @dataclass(slots=True)
 class CompletionOutput:
     """New output of one branch since the previous message; counts are cumulative.
@@ -118,6 +120,7 @@ class CompletionOutput:
         self.token_ids, self.logprobs, self.stats, self.segments, self.folds = [], [], [], [], []
 
 
+@by_position
 @dataclass(slots=True)
 class Costs:
     """What a request cost so far: tokens, KV memory held and time, over all branches.
@@ -152,6 +155,7 @@ class Costs:
     answer_s: float = 0.0
 
 
+@by_position
 @dataclass(slots=True)
 class RequestOutput:
     """What `AsyncEngine.generate` yields: the news of all branches since the last one."""

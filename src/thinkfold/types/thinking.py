@@ -8,6 +8,7 @@ from typing import Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.types.checks import integer
+from thinkfold.types.messages import by_position
 
 UNLIMITED = -1
 EFFORT_BUDGETS: Mapping[str, int] = {
@@ -68,6 +69,7 @@ class ThinkingParams:
         return none and self.enabled is not False
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class ThinkingPolicy:
     """The effective thinking policy of one request, as echoed to the user.
