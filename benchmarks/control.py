@@ -28,7 +28,7 @@ from thinkfold.control.ballot import tally
 from thinkfold.control.early_stop import EarlyStopping
 from thinkfold.control.equality import Equality
 from thinkfold.control.extract import extract
-from thinkfold.control.replay import Record, oracle, replay, replay_vote
+from thinkfold.control.replay import Record, oracle, replay, replay_one_by_one, replay_vote
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.language import load_language
 from thinkfold.pebble import SUITES
@@ -104,6 +104,19 @@ def vote_metrics(groups: Sequence[Sequence[Record]], params: VoteParams, size: i
     }
 
 
+def one_by_one_metrics(groups: Sequence[Sequence[Record]], size: int) -> dict[str, float]:
+    """Adaptive consistency, which waits for every sample, against the same majority."""
+    found = [replay_one_by_one(group[:size]) for group in groups]
+    tokens = sum(one[1] for one in found)
+    return {
+        **paired([(majority_is_right(group[:size]), one[0]) for group, one in zip(groups, found, strict=True)]),
+        "tokens_ratio": tokens / sum(record.output_tokens for group in groups for record in group[:size]),
+        "critical_path_ratio": tokens / sum(max(r.output_tokens for r in group[:size]) for group in groups),
+        "probe_share": 0.0,
+        "started_mean": fmean(one[2] for one in found),
+    }
+
+
 def majority_is_right(group: Sequence[Record]) -> bool:
     """Whether the plain majority of the samples solves the problem."""
     answers = [extract(record.reply).answer for record in group]
@@ -130,6 +143,7 @@ def replayed(found: Sequence[Record], suite: str, size: int) -> Iterator[tuple[s
         for name, params in VOTES.items():
             fitted = replace(params, n=min(params.n, size))
             yield f"replay/vote/{name}_{fitted.n}/{suite}", vote_metrics(groups, fitted, size)
+        yield f"replay/vote/one_by_one_{size}/{suite}", one_by_one_metrics(groups, size)
 
 
 async def record(args: argparse.Namespace, questions: Sequence[Question]) -> list[Record]:

@@ -17,7 +17,7 @@ from thinkfold.cli import bench, records, rows
 from thinkfold.cli.evaluation import Question
 from thinkfold.config import EngineConfig
 from thinkfold.control.early_stop import EarlyStopping
-from thinkfold.control.replay import Place, Record, oracle, replay, replay_vote
+from thinkfold.control.replay import Place, Record, oracle, replay, replay_one_by_one, replay_vote
 from thinkfold.engine.language import Language, load_language
 from thinkfold.errors import ParameterError
 from thinkfold.types import (
@@ -124,6 +124,21 @@ def test_a_vote_settled_in_flight_counts_probes_and_the_answer() -> None:
     assert found.tokens == 3 * 700 + 713 + found.look_tokens
 
 
+def test_an_unsure_trace_is_killed_on_the_clock() -> None:
+    sure = [replace(record(tokens=100 + n, answer=str(n)), lowest=9.0 + n) for n in range(4)]
+    late = [replace(record(tokens=1000), windows=[(64, 1.0), (300, 9.5), (320, 5.0), (330, 1.0)]) for _ in range(2)]
+    found = replay_vote([*sure, *late], VoteParams(6, "all"))
+    # at 64 nobody has finished, at 300 the windows are sure enough, at 320 they are not
+    assert found.tokens == sum(110 + n for n in range(4)) + 2 * 320
+    assert found.result.cancelled == 2 and found.critical_path == 320
+
+
+def test_samples_one_by_one() -> None:
+    traces = [record(tokens=100, answer="8" if n == 1 else "7", correct=n != 1) for n in range(16)]
+    assert replay_one_by_one(traces) == (True, 7 * 110, 7)  # 6 to 1
+    assert replay_one_by_one(traces[:3]) == (True, 330, 3)
+
+
 def test_a_vote_needs_its_samples() -> None:
     with pytest.raises(ValueError, match="3 samples are recorded"):
         replay_vote([record()] * 3, VoteParams(4))
@@ -131,10 +146,11 @@ def test_a_vote_needs_its_samples() -> None:
 
 def test_records_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    whole = [settled_at(300), replace(record(place(10, margin=math.nan)), bottom=1.5)]
+    whole = [settled_at(300), replace(record(place(10, margin=math.nan)), bottom=1.5, windows=[(64, 2.5)])]
     records.save(path, whole)
     found = list(records.load(path))
     assert found[0] == whole[0] and math.isnan(found[1].places[0].margin) and found[1].bottom == 1.5
+    assert found[1].windows == [(64, 2.5)]
     path.write_text('{"index": 0}\n')
     with pytest.raises(ParameterError, match="line 1: not a record"):
         list(records.load(path))
@@ -155,6 +171,7 @@ def test_the_bench_replays_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 0 < balanced["probe_share"] <= 0.06 and balanced["stopped_by_consistency"] == 1.0
     vote = found["replay/vote/waves_4/hard"]
     assert vote["n"] == 3 and vote["tokens_ratio"] < 1.0 and "replay/vote/short_4/hard" in found
+    assert found["replay/vote/one_by_one_4/hard"]["started_mean"] == 4
     with pytest.raises(SystemExit):
         module.parse(["--record", "x", "--samples", "4"])
 

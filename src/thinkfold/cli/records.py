@@ -39,6 +39,7 @@ from thinkfold.types import (
 
 OPENER = "The answer is \\boxed{"
 TRANSITIONS = ("Wait", "Alternatively", "But wait")
+WINDOW_EVERY = 64  # tokens between two recorded windows
 NO_FOLD = FoldParams(policy="off")
 
 
@@ -119,8 +120,11 @@ class Recorder:
         asked = [self._probe(prompt + ids[: cuts[i].index], bare[i], question.judge) for i in sorted(chosen)]
         looked = dict(zip(sorted(chosen), await asyncio.gather(*asked), strict=True))
         confidence = TraceConfidence(window)
-        for stat in branch.stats:
+        windows: list[tuple[int, float]] = []
+        for count, stat in enumerate(branch.stats, 1):
             confidence.push(stat.confidence)
+            if confidence.full_window is not None and count % WINDOW_EVERY == 0:
+                windows.append((count, confidence.full_window))
         return Record(
             index=question.index,
             task=question.task,
@@ -133,6 +137,7 @@ class Recorder:
             stop_tokens=len(self._force),
             bottom=confidence.bottom if branch.stats else None,
             lowest=confidence.lowest if branch.stats else None,
+            windows=windows,
         )
 
     async def _probe(self, before: list[int], place: Place, judge: Callable[[str], bool]) -> Place:
@@ -184,7 +189,8 @@ def load(path: Path) -> Iterator[Record]:
         try:
             entry: dict[str, Any] = json.loads(line)
             places = [Place(**place) for place in entry.pop("places")]
-            yield Record(**entry, places=places)
+            windows = [(int(at), float(mean)) for at, mean in entry.pop("windows")]
+            yield Record(**entry, places=places, windows=windows)
         except (ValueError, TypeError, KeyError) as error:
             raise ParameterError("records", f"{path}, line {number}: not a record ({error})") from None
 

@@ -6,12 +6,17 @@ effect where the next recorded probe tells the answer that the model would have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from thinkfold.control.ballot import Tally, tally
 from thinkfold.control.early_stop import EarlyStopping
+from thinkfold.control.equality import Equality
+from thinkfold.control.extract import extract
 from thinkfold.control.facts import read_probe
 from thinkfold.control.rule import Action, AtBoundary, Boundary, EndThinking, Peek, Peeked, Probe, Probed, Wrote
+from thinkfold.control.vote_stops import MIN_PROBABILITY, beta_probability
 from thinkfold.control.voting import (
     CancelTraces,
     Decide,
@@ -22,6 +27,7 @@ from thinkfold.control.voting import (
     VoteAction,
     VoteResult,
     Voting,
+    WindowFilled,
 )
 from thinkfold.types import VoteParams
 
@@ -62,6 +68,7 @@ class Record:
     stop_tokens: int = 0
     bottom: float | None = None
     lowest: float | None = None
+    windows: list[tuple[int, float]] = field(default_factory=list)  # output tokens, mean confidence of the full window
 
     @property
     def probed(self) -> list[Place]:
@@ -152,26 +159,36 @@ class _Clock:
         self.began: dict[int, int] = {}
         self.spent: dict[int, int] = {}  # of traces that have ended
         self.short: dict[int, tuple[int, str]] = {}  # a trace told to answer: end of it, reply
+        self.windows_seen: dict[int, int] = {}
         self.decided: VoteResult | None = None
 
     def run(self) -> VoteResult:
         self.carry_out(self.voting.start())
         next_tick = self.tick
         while self.decided is None:
-            ends = {number: self.end_of(number) for number in self.voting.live}
-            first = min(ends, key=lambda number: (ends[number], number))
-            if self.voting.wants_ticks and next_tick < ends[first]:
+            first = min(self.voting.live, key=lambda number: (self.end_of(number), number))
+            window = min(self.voting.live, key=lambda number: (self.next_window(number), number))
+            horizon = min(self.end_of(first), next_tick if self.voting.wants_ticks else math.inf)
+            if self.next_window(window) < horizon:
+                self.now = int(self.next_window(window))
+                seen = self.windows_seen[window] = self.windows_seen.get(window, 0) + 1
+                self.carry_out(self.voting.observe(WindowFilled(window, self.records[window].windows[seen - 1][1])))
+            elif self.voting.wants_ticks and next_tick < self.end_of(first):
                 self.now = next_tick
                 next_tick += self.tick
                 self.carry_out(self.voting.observe(Ticked(dict(self.probe_all()))))
-                continue
-            self.now = ends[first]
-            self.spent[first] = self.now - self.began[first]
-            record = self.records[first]
-            reply = self.short[first][1] if first in self.short else record.reply
-            seen = TraceFinished(first, reply, record.bottom, record.lowest)
-            self.carry_out(self.voting.observe(seen))
+            else:
+                self.now = max(self.now, self.end_of(first))
+                self.spent[first] = self.now - self.began[first]
+                record = self.records[first]
+                reply = self.short[first][1] if first in self.short else record.reply
+                self.carry_out(self.voting.observe(TraceFinished(first, reply, record.bottom, record.lowest)))
         return self.decided
+
+    def next_window(self, number: int) -> float:
+        """When a trace reports its window next; never while it writes the answer of a settled vote."""
+        windows, seen = self.records[number].windows, self.windows_seen.get(number, 0)
+        return math.inf if number in self.short or seen >= len(windows) else self.began[number] + windows[seen][0]
 
     def end_of(self, number: int) -> int:
         return (
@@ -235,3 +252,20 @@ def replay_vote(records: Sequence[Record], params: VoteParams, tick_tokens: int 
         look_tokens=clock.look_tokens,
         critical_path=clock.now + clock.looks_in_a_row,
     )
+
+
+def replay_one_by_one(records: Sequence[Record], equality: Equality | None = None) -> tuple[bool, int, int]:
+    """Adaptive consistency (arXiv 2305.11860): samples one after the other until the Beta rule holds.
+
+    Whether the majority is right, and the tokens, all of which lie on the critical path; then how many samples.
+    """
+    relation = equality or Equality()
+    answers: list[str | None] = []
+    found = Tally((), 0)
+    for record in records:
+        answers.append(extract(record.reply).answer)
+        found = tally(answers, [1.0] * len(answers), relation)
+        if found.classes and beta_probability(*[*found.counts, 0][:2]) >= MIN_PROBABILITY:
+            break
+    right = bool(found.classes) and records[found.classes[0].representative].correct
+    return right, sum(record.output_tokens for record in records[: len(answers)]), len(answers)
