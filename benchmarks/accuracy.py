@@ -14,14 +14,15 @@ import argparse
 import json
 import multiprocessing
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import chain
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Empty
 from random import Random
 from statistics import fmean
-
-from tqdm import tqdm
+from typing import Any
 
 from thinkfold.cli import evaluation, paired, rows
 from thinkfold.cli.arms import Arm, Shard, arms, ask
@@ -30,11 +31,12 @@ from thinkfold.config import EngineConfig
 from thinkfold.errors import ThinkfoldError
 from thinkfold.pebble import SUITES
 
+PATIENCE = 5.0  # seconds without news after which the processes are looked at
 LONG = 8000  # thinking tokens; the design bounds the peak of longer answers apart
 
 
-def shards(args: argparse.Namespace, asked: Sequence[Arm]) -> Iterator[Shard]:
-    """The questions of each arm in an order of its own, cut for the processes; arm after arm."""
+def shards(args: argparse.Namespace, asked: Sequence[Arm]) -> list[Shard]:
+    """One for each process; the questions of each arm come in an order of its own and are cut for the processes."""
     config = EngineConfig(
         model="pebble",
         device=args.device,
@@ -44,27 +46,48 @@ def shards(args: argparse.Namespace, asked: Sequence[Arm]) -> Iterator[Shard]:
         kv_cache_bytes=args.kv_cache_bytes,
         enable_prefix_caching=False,
     )
-    for number, arm in enumerate(asked):
-        order = list(range(args.offset, args.offset + args.n))
-        Random(args.seed + number).shuffle(order)
-        for first in range(args.processes):
-            if mine := order[first :: args.processes]:
-                yield Shard(arm, args.suite, mine, config, args.thinking_token_budget)
+    orders = []
+    for number, _ in enumerate(asked):
+        orders.append(list(range(args.offset, args.offset + args.n)))
+        Random(args.seed + number).shuffle(orders[-1])
+    processes = min(args.processes, args.n)
+    cut = (
+        [(arm, order[first::processes]) for arm, order in zip(asked, orders, strict=True)] for first in range(processes)
+    )
+    return [Shard(args.suite, config, questions, args.thinking_token_budget) for questions in cut]
 
 
 def measure(args: argparse.Namespace, asked: Sequence[Arm]) -> Iterator[tuple[Arm, list[Result], float]]:
-    """Each arm's results by question, and its seconds, as soon as it is through."""
+    """Each arm's results by question, and seconds of its slowest process, as soon as it is through."""
     context = multiprocessing.get_context("spawn")
-    todo = list(shards(args, asked))
-    with ProcessPoolExecutor(args.processes, mp_context=context) as pool, tqdm(total=len(todo), unit="shard") as bar:
+    told: Queue[tuple[str, list[Result], float]] = context.Queue()
+    workers = [context.Process(target=ask, args=(shard, told.put)) for shard in shards(args, asked)]
+    found: dict[str, list[tuple[list[Result], float]]] = {arm.name: [] for arm in asked}
+    for worker in workers:
+        worker.start()
+    try:
         for arm in asked:
-            started = time.perf_counter()
-            running = [pool.submit(ask, shard) for shard in todo if shard.arm is arm]
-            results: list[Result] = []
-            for done in as_completed(running):
-                results += done.result()
-                bar.update()
-            yield arm, sorted(results, key=lambda result: result.index), time.perf_counter() - started
+            while len(found[arm.name]) < len(workers):
+                name, results, seconds = _next(told, workers)
+                found[name].append((results, seconds))
+                print(f"{name}: {len(found[name])} of {len(workers)} processes", file=sys.stderr)
+            together = chain.from_iterable(results for results, _ in found[arm.name])
+            yield arm, sorted(together, key=lambda result: result.index), max(s for _, s in found[arm.name])
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _next(told: Queue[Any], workers: Sequence[BaseProcess]) -> Any:
+    """What is told next. Raises ThinkfoldError where a process has died instead."""
+    while True:
+        died = [worker for worker in workers if worker.exitcode]
+        try:
+            return told.get(timeout=PATIENCE)
+        except Empty:
+            if died:
+                raise ThinkfoldError(f"a process has ended with exit code {died[0].exitcode}") from None
 
 
 def compare(reference: Sequence[Result], other: Sequence[Result]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from thinkfold.cli import bench
 from thinkfold.cli.arms import Arm, arms
 from thinkfold.cli.evaluation import Result, Sample
-from thinkfold.errors import ParameterError
+from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.types import FoldParams
 
 accuracy = bench.load(Path(__file__).parents[2] / "benchmarks" / "accuracy.py")
@@ -43,13 +44,21 @@ def test_what_is_no_arm_is_refused(word: str) -> None:
 def test_each_arm_asks_every_question_once_in_its_own_order() -> None:
     args = accuracy.parse(["-n", "11", "--offset", "5", "--processes", "3", "--arms", "off", "off", "eager"])
     asked = arms(args.arms)
-    cut = list(accuracy.shards(args, asked))
-    orders = [[shard.questions for shard in cut if shard.arm is arm] for arm in asked]
-    assert all(len(order) == 3 and sorted(chain.from_iterable(order)) == list(range(5, 16)) for order in orders)
+    cut = accuracy.shards(args, asked)
+    assert len(cut) == 3 and all([arm for arm, _ in shard.questions] == asked for shard in cut)
+    orders = [[shard.questions[number][1] for shard in cut] for number in range(3)]
+    assert all(sorted(chain.from_iterable(order)) == list(range(5, 16)) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    assert [list(shard.questions) for shard in accuracy.shards(args, asked)] == [shard.questions for shard in cut]
+    assert accuracy.shards(args, asked) == cut
     few = accuracy.parse(["-n", "2", "--processes", "5"])
-    assert len(list(accuracy.shards(few, asked[:1]))) == 2, "no process without a question"
+    assert len(accuracy.shards(few, asked[:1])) == 2, "no process without a question"
+
+
+def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "ask", os._exit)  # called with a shard instead of a number: exit code 1
+    monkeypatch.setattr(accuracy, "PATIENCE", 0.05)
+    with pytest.raises(ThinkfoldError, match="exit code 1"):
+        list(accuracy.measure(accuracy.parse(["-n", "2"]), arms(["off"])))
 
 
 def test_rows_are_paired_with_the_first_arm(

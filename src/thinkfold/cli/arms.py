@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thinkfold.cli import evaluation
@@ -25,13 +25,12 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Questions, by number, that one process asks in this order under one arm."""
+    """What one process asks its engine: of each arm, the numbers of questions in their order."""
 
-    arm: Arm
     suite: str
-    questions: list[int]
     config: EngineConfig
-    budget: int
+    questions: list[tuple[Arm, list[int]]]
+    budget: int  # thinking tokens of an answer, -1 for no limit
 
 
 def arms(words: Sequence[str]) -> list[Arm]:
@@ -50,19 +49,20 @@ def arms(words: Sequence[str]) -> list[Arm]:
     return found
 
 
-def ask(shard: Shard) -> list[Result]:
-    """Start an engine, ask a shard's questions, stop the engine."""
-    return asyncio.run(_ask(shard))
+def ask(shard: Shard, tell: Callable[[tuple[str, list[Result], float]], None]) -> None:
+    """Ask one engine everything, arm after arm; each arm's name, results and seconds are told as soon as it is done."""
+    asyncio.run(_ask(shard, tell))
 
 
-async def _ask(shard: Shard) -> list[Result]:
-    wanted = [evaluation.suite_questions(shard.suite, 1, number)[0] for number in shard.questions]
+async def _ask(shard: Shard, tell: Callable[[tuple[str, list[Result], float]], None]) -> None:
     sampling, thinking = SamplingParams(temperature=0.0), ThinkingParams(thinking_token_budget=shard.budget)
     engine = await AsyncEngine.start(shard.config)
     try:
-        found, _ = await evaluation.evaluate(
-            engine, wanted, sampling, thinking, shard.arm.fold, in_flight=len(wanted), on_result=lambda _: None
-        )
+        for arm, numbers in shard.questions:
+            wanted = [evaluation.suite_questions(shard.suite, 1, number)[0] for number in numbers]
+            found, seconds = await evaluation.evaluate(
+                engine, wanted, sampling, thinking, arm.fold, in_flight=len(wanted), on_result=lambda _: None
+            )
+            tell((arm.name, found, seconds))
     finally:
         await engine.stop()
-    return found
