@@ -211,7 +211,7 @@ def test_swap_at_the_answer_takes_one_run_of_pages_once_nothing_is_being_judged(
     assert made.to_offload(start) is None
     made.remove(made.spans[0])
     assert made.to_offload(start) == (2, 5)
-    made.not_offloaded()
+    made.not_offloaded(start)
     assert [s.state for s in made.spans] == [SpanState.REFUSED, SpanState.CLOSED]
     assert made.to_offload(start) == (2, 5), "the host may have room later"
 
@@ -223,6 +223,7 @@ def test_under_pressure_thinking_is_swapped_at_the_answer_only_when_memory_is_sh
     assert made.to_offload(start) is None
     assert made.to_offload(start - 1, short=True) is None
     assert made.to_offload(start, short=True) == (2, 7)
+    assert pressed(made, start) is not None, "or it is folded, should the host have no room"
     made.offloaded(start)
     assert made.folded == [(8, 16), (16, 28)] and made.to_offload(start, short=True) is None
     with pytest.raises(PositionError):
@@ -281,3 +282,26 @@ def test_a_withdrawn_span_is_offered_again():
     made.withdraw(first)
     assert made.spans == before and not first.pressed
     assert pressed(made, 61) is second
+
+
+@pytest.mark.parametrize("policy", [FoldMode.EAGER, FoldMode.PRESSURE, FoldMode.OFF])
+@pytest.mark.parametrize("at_answer", list(AtAnswer))
+def test_a_span_leaves_only_behind_every_window(policy, at_answer):
+    """A layer that sees the last 30 tokens would else see others in the place of those that left."""
+    window = 30
+    made = FoldPlanner(FoldPolicy(policy, entries=4, at_answer=at_answer), PAGE, PROMPT, window)
+    made.numbers = NUMBERS.behind(window)
+    made.observe([11, 25, 40], 40)
+    ends, left = {s.start: s.end for s in made.spans}, {}
+    for position in range(46, 160):
+        while (span := made.to_prepare(position)) is not None:
+            made.prepare(span, position)
+            made.remove(span)
+        if (span := pressed(made, position)) is not None:
+            made.remove(span)
+        if made.to_offload(position, short=True) is not None:
+            made.offloaded(position)
+        for start, _ in made.folded:
+            left.setdefault(start, position)
+    assert all(position >= ends[start] + window for start, position in left.items())
+    assert bool(left) == (policy is not FoldMode.OFF or at_answer is not AtAnswer.KEEP)

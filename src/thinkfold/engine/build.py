@@ -52,7 +52,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
     if depth is None:
         depth = 1 if runner.device.type == "cuda" else 0
     make_control = partial(_make_control, language, AnswerGrammars(language, runner.vocab_size))
-    core = EngineCore(runner, scheduler, make_control, page_bytes=runner.page_bytes, pipeline_depth=depth)
+    core = EngineCore(
+        runner, scheduler, make_control, page_bytes=runner.page_bytes, pipeline_depth=depth, window=runner.window
+    )
     model = ModelInfo(
         name=config.served_model_name or config.model,
         model_type=runner.model_type,
@@ -65,6 +67,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         family=family.name if family else None,
         thinks=family is not None,
         budget_enforced=family is not None and bool(family.force_ids),
+        window=runner.window,
     )
     return core, model
 

@@ -25,7 +25,8 @@ def most_output_tokens(prompt_tokens: int, fold: FoldPolicy, model: ModelInfo) -
     if fold.policy is FoldMode.OFF:
         return min(room, model.kv_capacity - prompt_tokens)
 
-    numbers, shape = fold.numbers, FoldShape.most(fold.numbers)
+    numbers = fold.numbers.behind(model.window)
+    shape = FoldShape.most(numbers)
 
     def peak(output_tokens: int) -> float:
         return prompt_tokens + shape.entries(numbers, output_tokens)

@@ -52,6 +52,7 @@ class EngineCore:
         *,
         page_bytes: int,
         pipeline_depth: int = 0,
+        window: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -59,6 +60,7 @@ class EngineCore:
         self._make_control = make_control
         self._page_bytes = page_bytes
         self._depth = pipeline_depth
+        self._window = window
         self._clock = clock
         self._requests: dict[str, Running] = {}
         self._inflight: deque[tuple[StepPlan, Any]] = deque()
@@ -124,7 +126,7 @@ class EngineCore:
         policy = request.fold
         if policy.policy is FoldMode.OFF and policy.at_answer is AtAnswer.KEEP:
             return None
-        return FoldPlanner(policy, self._scheduler.kv.page_size, len(request.prompt_token_ids))
+        return FoldPlanner(policy, self._scheduler.kv.page_size, len(request.prompt_token_ids), self._window)
 
     def abort(self, request_id: str) -> None:
         """End a request now and return its memory; unknown ids are ignored."""

@@ -13,7 +13,8 @@ from thinkfold.types import EngineRequest, RequestOutput
 class ModelInfo:
     """What the front needs to know about the loaded model and its KV pool.
 
-    `kv_capacity` are the raw KV entries that the pool holds; a request that folds can be longer.
+    `kv_capacity` are the raw KV entries that the pool holds; a request that folds can be longer. `window`
+    tokens are all that some layers see, and stay raw; 0 where all layers see everything.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ModelInfo:
     family: str | None
     thinks: bool
     budget_enforced: bool
+    window: int = 0
 
     @property
     def max_prompt_len(self) -> int:

@@ -19,9 +19,11 @@ ANSWER_LAG = 2  # the answer is known to have begun this many positions after it
 class FoldPlanner:
     """Cuts closed segments into spans and says what is due. Never folds the prompt, the open segment or a summary."""
 
-    def __init__(self, policy: FoldPolicy, page_size: int, num_prompt_tokens: int) -> None:
+    def __init__(self, policy: FoldPolicy, page_size: int, num_prompt_tokens: int, window: int = 0) -> None:
+        """Some of the model's layers see `window` tokens: a span leaves only when it lies behind them; 0 is none."""
         self.policy = policy
-        self.numbers = policy.numbers
+        self.numbers = policy.numbers.behind(window)
+        self._window = window
         self.num_prompt_tokens = num_prompt_tokens
         self._page_size = page_size
         self._eager = policy.policy is FoldMode.EAGER
@@ -73,7 +75,7 @@ class FoldPlanner:
             if self.policy.at_answer is AtAnswer.RECYCLE and self.policy.policy is not FoldMode.PRESSURE:
                 start, book = self._answer_start + ANSWER_LAG, self._book
                 for span in book.closed[: book.num_closed(self._segment_start)]:
-                    span.due = min(span.due, start) if self._eager else start
+                    span.due = max(min(span.due, start) if self._eager else start, span.end + self._window)
 
     def to_prepare(self, position: int) -> Span | None:
         """A span whose time has come when the token at `position` is computed next."""
@@ -89,7 +91,10 @@ class FoldPlanner:
         """The next position after `position` at which something is due: a row must end there."""
         events = [s.commit_at for s in self._book.prepared if s.commit_at > position]
         due = self._book.next_due(position, self._num_timed())
-        return min(events if due is None else [*events, due], default=None)
+        events += [] if due is None else [due]
+        if self._offloads_at is not None and self._offloads_at > position:
+            events.append(self._offloads_at)
+        return min(events, default=None)
 
     def under_pressure(self, position: int, worth: Worth, *, force: bool = False) -> tuple[bool, int, Span] | None:
         """The span to fold now to win memory, by (it has been due, `worth`); never the last segment under an answer.
@@ -101,7 +106,7 @@ class FoldPlanner:
         if self.policy.policy is FoldMode.OFF or (self._eager and not force):
             return None
         gives = self.answering and self.policy.at_answer is not AtAnswer.KEEP
-        end = self._segment_start if gives else position - self.numbers.keep_raw_tokens
+        end = self._end_of_leaving(position) if gives else position - self.numbers.keep_raw_tokens
         book = self._book
         if not force:
             return book.most_worth(position, book.num_closed(end), worth)
@@ -120,20 +125,20 @@ class FoldPlanner:
             return None
         if position < self._answer_start + ANSWER_LAG or self._book.prepared:
             return None
-        raw = self._book.raw(self._segment_start)
+        raw = self._book.raw(self._end_of_leaving(position))
         return None if raw is None else (self._page(raw[0]), self._page(raw[1]))
 
     def offloaded(self, position: int) -> None:
         """What `to_offload` named has left the raw table; who goes back to before `position` would miss it."""
-        lengths = self._taken[-1][2] if self._taken else []
+        lengths, end = self._taken[-1][2] if self._taken else [], self._end_of_leaving(position)
         for span in self.spans:
-            if span.end <= self._segment_start:
+            if span.end <= end:
                 self._book.fold(span)
                 self._taken.append((span.start, position, lengths))
 
-    def not_offloaded(self) -> None:
+    def not_offloaded(self, position: int) -> None:
         """The host has no room for it now."""
-        for span in self._book.closed[: self._book.num_closed(self._segment_start)]:
+        for span in self._book.closed[: self._book.num_closed(self._end_of_leaving(position))]:
             self._book.refuse(span)
 
     def prepare(self, span: Span, position: int, *, pressed: bool = False) -> None:
@@ -189,6 +194,16 @@ class FoldPlanner:
     def tokens_folded_before(self, position: int) -> int:
         """Tokens of folded spans that end at `position` or before."""
         return self._book.tokens_folded_before(position)
+
+    @property
+    def _offloads_at(self) -> int | None:
+        """The position at which thinking leaves for the host whatever memory there is, None if it does not."""
+        always = self.policy.at_answer is AtAnswer.SWAP and self.policy.policy is not FoldMode.PRESSURE
+        return self._answer_start + ANSWER_LAG if always and self._answer_start is not None else None
+
+    def _end_of_leaving(self, position: int) -> int:
+        """Where thinking ends that an answer need not keep: before its last segment, and behind every window."""
+        return min(self._segment_start, position - self._window) if self._window else self._segment_start
 
     def _num_timed(self) -> int:
         """Closed spans that wait for a position; they are the first ones."""

@@ -10,11 +10,12 @@ from heapq import heappop, heappush
 
 
 class SpanState(Enum):
-    """What has been done to a span. A folded one is no longer kept."""
+    """What has been done to a span. One that has left the raw table, folded or offloaded, is no longer kept."""
 
     CLOSED = auto()
     PREPARED = auto()
     REFUSED = auto()
+    GONE = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +108,7 @@ class SpanBook:
     def fold(self, span: Span) -> None:
         """The span's pages have left the raw table."""
         self._take(span)
+        span.state = SpanState.GONE
         index = bisect_left(self.folded, (span.start, span.end))
         self.folded.insert(index, (span.start, span.end))
         before = self._folded_before

@@ -13,7 +13,7 @@ from thinkfold.runner.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """`scale` of the logits; `windowed` `[L]` says which layers forget what lies behind a window.
+    """`scale` of the logits; `windowed` `[L]` says which layers forget what lies behind `window` tokens (0: none does).
 
     `inv_freq` turns queries to other positions; None where the model's rope is not the plain one.
     """
@@ -21,6 +21,7 @@ class AttentionFacts:
     scale: float
     windowed: Tensor
     inv_freq: Tensor | None
+    window: int
 
 
 def attention_facts(loaded: LoadedModel) -> AttentionFacts:
@@ -34,7 +35,10 @@ def attention_facts(loaded: LoadedModel) -> AttentionFacts:
         types = types * loaded.num_layers
     windowed = torch.tensor([kind == "sliding_attention" for kind in types], device=loaded.device)
     return AttentionFacts(
-        scale=scales[0] if scales else loaded.head_dim**-0.5, windowed=windowed, inv_freq=_inv_freq(loaded.model)
+        scale=scales[0] if scales else loaded.head_dim**-0.5,
+        windowed=windowed,
+        inv_freq=_inv_freq(loaded.model),
+        window=int(config.sliding_window) if "sliding_attention" in types else 0,
     )
 
 

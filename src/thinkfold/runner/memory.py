@@ -53,6 +53,7 @@ class DeviceMemory:
         self.tables = SummaryTables(slots, layers, heads, page_size, -(-max_model_len // page_size), device)
         self.queries = QueryStore(slots, layers, loaded.num_heads, loaded.head_dim, loaded.dtype, device)
         self._budgets, self._facts = budgets, attention_facts(loaded)
+        self.window = self._facts.window
         self.resize(num_pages, host_pages)
 
     @property

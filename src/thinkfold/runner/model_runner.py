@@ -112,6 +112,11 @@ class ModelRunner:
         return self._loaded.num_kv_heads
 
     @property
+    def window(self) -> int:
+        """Tokens that layers with a sliding window see; 0 where all see everything."""
+        return self._memory.window
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._loaded.eos_token_ids
 

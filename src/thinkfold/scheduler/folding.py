@@ -69,8 +69,8 @@ class FoldDesk:
             else:
                 planner.give_up(span)  # its summary would take as many pages
         offload = planner.to_offload(position)
-        if offload is not None and not self._offload(branch, planner, *offload):
-            planner.not_offloaded()
+        if offload is not None and not self._offload(branch, planner, position, offload):
+            planner.not_offloaded(position)
         return True
 
     def press(self, branches: Iterable[Branch], planned: Mapping[int, int], *, force: bool = False) -> bool:
@@ -105,7 +105,7 @@ class FoldDesk:
         for branch, planner in _foldable(branches):
             position = planned.get(id(branch), branch.num_computed_tokens)
             pages = planner.to_offload(position, short=True)
-            if pages is not None and self._offload(branch, planner, *pages):
+            if pages is not None and self._offload(branch, planner, position, pages):
                 return True
         return False
 
@@ -193,13 +193,14 @@ class FoldDesk:
             self.done.append((branch, fold))
         return True
 
-    def _offload(self, branch: Branch, planner: FoldPlanner, first: int, end: int) -> bool:
+    def _offload(self, branch: Branch, planner: FoldPlanner, position: int, pages: tuple[int, int]) -> bool:
+        first, end = pages
         if not self._kv.offload(branch.table, first, end - first):
             return False
         self.changed.add(id(branch))
         self.totals["offloads"] += 1
         branch.swapped_pages += end - first
-        planner.offloaded(branch.num_computed_tokens)
+        planner.offloaded(position)
         return True
 
     def _pages(self, branch: Branch, planner: FoldPlanner, span: Span) -> list[int]:

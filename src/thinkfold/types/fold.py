@@ -43,6 +43,10 @@ class FoldProfile:
     keep_raw_tokens: int = 256
     entries: int = 64
 
+    def behind(self, window: int) -> FoldProfile:
+        """For a model some of whose layers see the last `window` tokens only: those stay raw, 0 is none."""
+        return replace(self, keep_raw_tokens=max(self.keep_raw_tokens, window))
+
 
 FOLD_PROFILES: Mapping[str, FoldProfile] = {
     "default": FoldProfile(),
