@@ -353,6 +353,8 @@ class EngineCore:
         stats.computed_prompt_tokens += costs.computed_prompt_tokens
         stats.thinking_tokens += costs.thinking_tokens
         stats.answer_tokens += costs.answer_tokens
+        stats.recomputed_tokens += costs.recomputed_tokens
+        stats.kv_byte_seconds += costs.kv_byte_seconds
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""

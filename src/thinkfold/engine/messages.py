@@ -51,7 +51,8 @@ class EngineStats:
     """Counters since start and gauges of now. Pages by class name.
 
     `pressure` counts how often each rung of the pressure ladder was taken, by its name; `swaps`
-    counts moves of a branch's or an answer's thinking KV to host memory.
+    counts moves of a branch's or an answer's thinking KV to host memory; `kv_byte_seconds` and the
+    tokens grow when a request ends.
     """
 
     running: int = 0
@@ -73,6 +74,8 @@ class EngineStats:
     folded_tokens: int = 0
     swaps: int = 0
     swapped_bytes: int = 0
+    recomputed_tokens: int = 0
+    kv_byte_seconds: float = 0.0
     requests_by_reason: dict[str, int] = field(default_factory=dict)
     thinking_by_reason: dict[str, int] = field(default_factory=dict)
     pressure: dict[str, int] = field(default_factory=dict)

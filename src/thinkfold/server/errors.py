@@ -135,7 +135,7 @@ def install(app: FastAPI, bodies: Mapping[str, ErrorBody]) -> None:
         failure = failure_of(error)
         if failure.status == 500:
             logger.error("request to %s failed", request.url.path, exc_info=error)
-        request.app.state.thinkfold.metrics.errors.labels(str(failure.status)).inc()
+        _count(app, failure.status, error)
         return answer(request, failure, _retry_after(error))
 
     async def on_client_gone(request: Request, error: Exception) -> JSONResponse:
@@ -159,11 +159,18 @@ def refusal(app: FastAPI, bodies: Mapping[str, ErrorBody]) -> Callable[[str, Thi
 
     def answer(path: str, error: ThinkfoldError) -> JSONResponse:
         failure = failure_of(error)
-        app.state.thinkfold.metrics.errors.labels(str(failure.status)).inc()
+        _count(app, failure.status, error)
         headers = {"WWW-Authenticate": "Bearer"} if failure.status == 401 else _retry_after(error)
         return JSONResponse(_shape(bodies, path)(failure), failure.status, headers)
 
     return answer
+
+
+def _count(app: FastAPI, status: int, error: Exception) -> None:
+    metrics = app.state.thinkfold.metrics
+    metrics.errors.labels(str(status)).inc()
+    if isinstance(error, RateLimitError):
+        metrics.limited.labels(error.limit).inc()
 
 
 def _shape(bodies: Mapping[str, ErrorBody], path: str) -> ErrorBody:

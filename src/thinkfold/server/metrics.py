@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 
@@ -14,9 +15,12 @@ from prometheus_client.registry import Collector
 
 from thinkfold.engine.messages import EngineStats
 from thinkfold.server.contract import EngineSlot
-from thinkfold.types import RequestOutput
+from thinkfold.types import CompletionOutput, RequestOutput, ThinkingPolicy
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+_ERRORS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 # Field of EngineStats -> help. Names are thinkfold_<field>.
 _GAUGES = {
@@ -40,6 +44,8 @@ _COUNTERS = {
     "folded_tokens": "Thinking tokens whose KV was replaced by a summary",
     "swaps": "Moves of KV to host memory",
     "swapped_bytes": "Bytes of KV moved to host memory",
+    "recomputed_tokens": "Tokens computed again after a preemption",
+    "kv_byte_seconds": "Bytes of KV that finished requests held, times how long",
 }
 
 router = APIRouter()
@@ -54,10 +60,19 @@ class ServerMetrics:
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.answer = self._histogram("time_to_first_answer_token_seconds", "Arrival to first answer text", _SECONDS)
         self.tpot = self._histogram("time_per_output_token_seconds", "Mean gap between tokens", _TOKEN_SECONDS)
-        self.errors = Counter("thinkfold_errors", "Error replies by status", ["status"], registry=self.registry)
+        self.queue = self._histogram("queue_seconds", "Arrival to the first computed token", _SECONDS)
+        self.length = self._histogram("thinking_length_tokens", "Thinking of a choice, by its end", _LENGTHS, "reason")
+        self.budget = self._histogram("thinking_budget_use", "Share of its budget that a choice thought", _SHARES)
+        self.fold_error = self._histogram("fold_error", "Estimated errors of folds and refused folds", _ERRORS)
+        self.freed = self._counter("fold_pages_freed", "KV pages that folds gave back")
+        self.errors = self._counter("errors", "Error replies by status", "status")
+        self.limited = self._counter("rate_limited", "Requests beyond a limit of their key, by limit", "limit")
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"thinkfold_{name}", text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"thinkfold_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"thinkfold_{name}", text, labels, registry=self.registry)
 
     def timer(self) -> RequestTimer:
         """Starts now."""
@@ -65,7 +80,7 @@ class ServerMetrics:
 
 
 class RequestTimer:
-    """Latencies of one request."""
+    """Latencies of one request, and what its choices thought and folded."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self._metrics = metrics
@@ -82,6 +97,21 @@ class RequestTimer:
         if not self._answered and any(o.text for o in output.outputs):
             self._answered = True
             self._metrics.answer.observe(now - self._start)
+        for choice in output.outputs:
+            self._count(choice, output.policy)
+        if output.finished:
+            self._metrics.queue.observe(output.costs.queue_s)
+
+    def _count(self, choice: CompletionOutput, policy: ThinkingPolicy) -> None:
+        for fold in choice.folds:
+            self._metrics.freed.inc(0 if fold.refused else max(0, fold.pages_freed))
+            if not math.isnan(fold.error):
+                self._metrics.fold_error.observe(fold.error)
+        if choice.finish_reason is not None and choice.thinking_end_reason is not None:
+            thought = choice.num_thinking_tokens
+            self._metrics.length.labels(str(choice.thinking_end_reason)).observe(thought)
+            if policy.budget:
+                self._metrics.budget.observe(thought / policy.budget)
 
     def finish(self, tokens_per_choice: int) -> None:
         """The reply is complete; `tokens_per_choice` of its longest choice."""

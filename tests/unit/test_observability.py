@@ -1,0 +1,94 @@
+"""Metrics: each event is counted once, labels are few, and what boards, alerts and docs name exists."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from server_stand_in import EOS, ScriptedEngine, chat, serving
+
+from thinkfold.types import Fold, ThinkingEndReason
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "observability"
+NAME = re.compile(r"\bthinkfold_[a-z_]+")
+FOLDS = (Fold(0, 0, 16, 4.0, 3, 0.1), Fold(1, 16, 32, 4.0, 2, math.nan), Fold(2, 32, 48, 0.0, 0, 0.4, refused=True))
+
+
+async def exposition(engine: ScriptedEngine, **body: object) -> str:
+    async with serving(engine) as client:
+        assert (await chat(client, **body)).status_code == 200
+        return (await client.get("/metrics")).text
+
+
+def values(text: str) -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def samples_of(text: str) -> set[str]:
+    """Every name that a query may use."""
+    names: set[str] = set()
+    for name, kind in re.findall(r"# TYPE (\S+) (\S+)", text):
+        suffixes = {"histogram": ("_bucket", "_sum", "_count")}.get(kind, ("",))
+        names |= {name + suffix for suffix in suffixes}
+    return names
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_and_folds_are_counted_once(stream: bool) -> None:
+    script = ("<think>", *"abcd", "</think>", "A", EOS)
+    engine = ScriptedEngine(scripts=[script], told={3: FOLDS})
+    seen = values(await exposition(engine, stream=stream, n=2, thinking_token_budget=8))
+    natural = 'reason="natural"'
+    assert seen[f"thinkfold_thinking_length_tokens_count{{{natural}}}"] == 2
+    assert seen[f"thinkfold_thinking_length_tokens_sum{{{natural}}}"] == 8
+    assert (seen["thinkfold_thinking_budget_use_count"], seen["thinkfold_thinking_budget_use_sum"]) == (2, 1.0)
+    assert seen["thinkfold_fold_pages_freed_total"] == 2 * (3 + 2)
+    assert seen["thinkfold_fold_error_count"] == 4 and math.isclose(seen["thinkfold_fold_error_sum"], 1.0)
+    assert seen["thinkfold_queue_seconds_count"] == 1
+    assert seen["thinkfold_time_to_first_answer_token_seconds_count"] == 1
+
+
+async def test_no_thinking_counts_none() -> None:
+    seen = values(await exposition(ScriptedEngine(scripts=[("A", EOS)])))
+    assert not [name for name in seen if name.startswith("thinkfold_thinking_length_tokens_count")]
+    assert seen["thinkfold_thinking_budget_use_count"] == 0
+
+
+async def test_labels_are_bounded() -> None:
+    text = await exposition(ScriptedEngine(), user="somebody", metadata={"k": "v"}, cache_salt="s", model="tiny")
+    labels = {label for line in text.splitlines() for label in re.findall(r"(\w+)=\"", line)}
+    assert labels <= {"le", "reason", "class", "status", "finish_reason", "rung", "limit"}
+    assert len(ThinkingEndReason) < 12
+
+
+async def test_boards_alerts_and_docs_name_metrics_that_exist() -> None:
+    text = await exposition(ScriptedEngine())
+    known = samples_of(text)
+    for path in sorted(FOLDER.iterdir()):
+        named = set(NAME.findall(path.read_text()))
+        assert named and named <= known, (path.name, named - known)
+    listed = set(re.findall(r"^\| `(thinkfold_[a-z_]+)", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
+    families = {name for name in re.findall(r"# TYPE (\S+)", text) if not name.endswith("_created")}
+    assert listed == families
+
+
+def test_the_board_is_whole() -> None:
+    board = json.loads((FOLDER / "grafana.json").read_text())
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert all(target["expr"] and target["legendFormat"] for panel in panels for target in panel["targets"])
+    assert all(target["expr"].count("(") == target["expr"].count(")") for p in panels for target in p["targets"])
+
+
+def test_every_alert_gives_a_reason() -> None:
+    rules = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["annotations"]["reason"] and rule["annotations"]["summary"] and rule["labels"]["severity"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
