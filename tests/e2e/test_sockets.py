@@ -117,6 +117,18 @@ def test_case_45_gone_at_once_and_while_queued(narrow: Served) -> None:
     assert eventually(lambda: idle(narrow))
 
 
+def test_case_45_64_clients_dropped_at_once(served: Served) -> None:
+    """Half of them stream; more than may run together; the next request is served."""
+    assert eventually(lambda: idle(served))
+    socks = [open_request(served, {**LONG, "stream": bool(i % 2)}) for i in range(64)]
+    assert eventually(lambda: served.stats().running > 0)
+    for sock in socks:
+        reset(sock)
+    assert eventually(lambda: idle(served)), served.stats()
+    with served.client() as client:
+        assert client.chat.completions.create(model="pebble", messages=LONG["messages"], max_tokens=2).choices
+
+
 def test_case_45_closing_the_openai_stream(served: Served) -> None:
     with served.client() as client:
         stream = client.chat.completions.create(
