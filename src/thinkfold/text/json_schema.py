@@ -78,6 +78,15 @@ FORMATS = frozenset(
         "relative-json-pointer",
     }
 )
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_SHAPES: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
+    ((int,), "an integer", _COUNTS),
+    ((int, float), "a number", ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
+    ((str,), "a string", ("pattern", "format", "$ref")),
+    ((str, list), "a string or a list of strings", ("type",)),
+    ((list,), "a list", ("required", "enum", *sorted(_LISTS))),
+    ((dict,), "an object", tuple(sorted(_GROUPS))),
+)
 
 
 def enforceable(schema: Any, field: str) -> Any:
@@ -112,7 +121,14 @@ def _prepare(schema: Any, where: str, depth: int) -> Any:
 
 
 def _check_values(schema: Mapping[str, Any], where: str) -> None:
-    if "allOf" in schema and (not isinstance(schema["allOf"], list) or len(schema["allOf"]) != 1):
+    for kinds, words, names in _SHAPES:
+        wrong = next((n for n in names if n in schema and not _is(schema[n], kinds)), None)
+        if wrong is not None:
+            raise ParameterError(f"{where}.{wrong}", f"must be {words}")
+    for name in ("type", "required"):
+        if isinstance(schema.get(name), list) and not all(isinstance(word, str) for word in schema[name]):
+            raise ParameterError(f"{where}.{name}", "must hold strings")
+    if "allOf" in schema and len(schema["allOf"]) != 1:
         raise UnsupportedError(f"{where}.allOf", "may hold one schema only")
     if "format" in schema and schema["format"] not in FORMATS:
         raise UnsupportedError(f"{where}.format", f"must be one of {', '.join(sorted(FORMATS))}")
@@ -120,14 +136,18 @@ def _check_values(schema: Mapping[str, Any], where: str) -> None:
         raise UnsupportedError(f"{where}.multipleOf", "needs type integer")
     if "pattern" in schema and not {"minLength", "maxLength", "format"}.isdisjoint(schema):
         raise UnsupportedError(f"{where}.pattern", "cannot stand beside minLength, maxLength or format")
-    for name in ("minLength", "maxLength"):
-        if not isinstance(schema.get(name, 0), int) or not 0 <= schema.get(name, 0) <= MAX_LENGTH:
-            raise ParameterError(f"{where}.{name}", f"must be an integer in [0, {MAX_LENGTH}]")
+    for name in _COUNTS:
+        if not 0 <= schema.get(name, 0) <= MAX_LENGTH:
+            raise ParameterError(f"{where}.{name}", f"must be in [0, {MAX_LENGTH}]")
     if schema.get("minLength", 0) > schema.get("maxLength", MAX_LENGTH):
         raise ParameterError(f"{where}.minLength", "is greater than maxLength")
     reference = schema.get("$ref", "#")
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not reference.startswith("#"):
         raise UnsupportedError(f"{where}.$ref", "must point into the schema (#/…)")
+
+
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _prepare_children(key: str, value: Any, where: str, depth: int) -> Any:
