@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 
 import pytest
 
@@ -165,6 +166,12 @@ def test_max_tokens_cuts_what_never_ends(llm):
 def test_what_cannot_be_compiled_is_refused_by_name(llm, grammar, kind, words):
     with pytest.raises(kind, match=re.escape(words)):
         llm.chat([QUESTION], params(grammar), OFF)
+
+
+def test_without_the_package_grammars_are_refused_by_name(llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(UnsupportedError, match="json_object: needs the package xgrammar"):
+        llm.chat([QUESTION], params(Grammar.json_object()), OFF)
 
 
 @pytest.mark.parametrize("more", [{"min_tokens": 3}, {"ignore_eos": True}])
