@@ -40,6 +40,7 @@ class EngineConfig:
     `max_num_seqs` bounds the branches that run at once.
     `max_num_batched_tokens` is the token budget of one step.
     `admission` predicted starts a branch if the pool will hold the batch to its end; greedy if its prompt fits.
+    `admission_risk` of outgrowing the pool is what predicted takes with a branch: more runs sooner, and is forced out.
     `max_waiting` bounds the queue behind the running branches; beyond it the server answers 429.
     `page_size` is the tokens of one KV page: 8, 16, 32 or 64.
     `kv_cache_bytes` fixes the KV pool; None sizes it by a profiling run.
@@ -81,6 +82,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     admission: Literal["predicted", "greedy"] = "predicted"
+    admission_risk: float = 0.02
     max_waiting: int = 512
     page_size: int = 16
     kv_cache_bytes: int | None = None
@@ -120,6 +122,8 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 shown = ", ".join(map(str, allowed))
                 raise ParameterError(name, f"must be one of {shown}, got {getattr(self, name)!r}")
+        if not 0.0 < self.admission_risk < 1.0:
+            raise ParameterError("admission_risk", f"must be between 0 and 1, got {self.admission_risk}")
         for name in ("stall_timeout_s", "watchdog_s"):
             if not getattr(self, name) > 0.0:
                 raise ParameterError(name, f"must be positive, got {getattr(self, name)}")

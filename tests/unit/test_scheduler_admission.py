@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 from math import inf
 
 import pytest
@@ -10,7 +13,7 @@ from fakes import FreeRun, make_request
 from thinkfold.fold.estimate import FoldShape
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.kv.pages import PageClass
-from thinkfold.scheduler.admission import Admission, Life
+from thinkfold.scheduler.admission import Admission, Life, _exceeds
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.forecast import LengthForecast
 from thinkfold.types import FoldMode, FoldPolicy, FoldProfile, Phase, ThinkingPolicy
@@ -219,3 +222,32 @@ def test_spans_seen_take_the_place_of_the_profiles_middle():
     shape = admission._shape([branch(1, 10, policy=policy)])
     assert 160 <= shape.span < 200
     assert shape.refused == pytest.approx(1 / 18, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_raw_branches_are_reckoned_with_exactly(seed):
+    rng = random.Random(seed)
+    terms = sorted(((rng.random(), rng.uniform(1, 30)) for _ in range(7)), key=lambda term: -term[1])
+    for room in (-1.0, 0.0, 20.0, 60.0, 1000.0):
+        want = 0.0
+        for there in itertools.product((False, True), repeat=7):
+            if sum(entries for (_, entries), is_there in zip(terms, there, strict=True) if is_there) > room:
+                want += math.prod(p if is_there else 1 - p for (p, _), is_there in zip(terms, there, strict=True))
+        assert _exceeds(terms, room) == pytest.approx(want)
+
+
+def test_more_risk_admits_more():
+    known = LengthForecast()
+    for tokens in range(1000, 9000, 80):
+        known.end(tokens, ())
+    admitted = {}
+    for risk in (0.001, 0.02, 0.1, 0.5):
+        admission = Admission(24_000, PAGE, risk)
+        admission._thinking = known
+        running = [branch(1, 100, budget=16_000, max_tokens=16_500)]
+        while len(running) < 30:
+            if not admission.admits(branch(99, budget=16_000, max_tokens=16_500), running, usage(*running)):
+                break
+            running.append(branch(1 + len(running), 1, budget=16_000, max_tokens=16_500))
+        admitted[risk] = len(running)
+    assert list(admitted.values()) == sorted(admitted.values()) and admitted[0.5] > admitted[0.001]

@@ -40,12 +40,13 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         host_pages=runner.host_pages,
     )
     capacity = (runner.num_pages - reserve) * config.page_size
+    admission = Admission(capacity, config.page_size, config.admission_risk)
     scheduler = Scheduler(
         kv,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         fold_counts=cache(lambda entries, tokens: runner.budgets.counts(entries, tokens, config.page_size)),
-        admission=Admission(capacity, config.page_size) if config.admission == "predicted" else None,
+        admission=admission if config.admission == "predicted" else None,
     )
 
     depth = config.pipeline_depth

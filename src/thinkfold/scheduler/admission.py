@@ -17,9 +17,10 @@ from thinkfold.scheduler.branch import Branch
 from thinkfold.scheduler.forecast import LengthForecast
 from thinkfold.types import FoldMode, FoldPolicy, FoldProfile, Phase
 
-RISK = 0.02  # of outgrowing the pool at the worst step
+RISK = 0.02  # of outgrowing the pool at the worst step, where nothing else is said
 LOOKS = 16  # steps at which the batch is looked at, beside those
 CERTAIN = 0.5  # at which a branch ends that more likely than not runs until then
+EXACT = 8  # so many raw branches that may have ended are reckoned with one by one: a bound would cost sessions
 TILTS = (4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 2.0)  # parameters of the bound, in 1 / capacity
 QUARTERS = (0.125, 0.375, 0.625, 0.875)  # an answer's length is one of four
 PATIENCE = 32  # plans before a refused branch is looked at again, unless the batch has changed
@@ -59,8 +60,9 @@ class Life:
 class Admission:
     """Learns how long requests think and answer, and predicts what a batch will hold."""
 
-    def __init__(self, capacity: int, page_size: int) -> None:
-        """`capacity` in entries: the pool without its reserve."""
+    def __init__(self, capacity: int, page_size: int, risk: float = RISK) -> None:
+        """`capacity` in entries: the pool without its reserve. `risk` of outgrowing it, between 0 and 1."""
+        self._risk = risk
         self._capacity = capacity
         self._page_size = page_size
         self._thinking = LengthForecast()
@@ -139,7 +141,7 @@ class Admission:
         self._refused = None
 
     def _is_safe(self, lives: Sequence[Life], shape: FoldShape, overlap: float, steps: float) -> bool:
-        """Whether the lives outgrow the pool after `steps` more tokens with no more than RISK."""
+        """Whether the lives outgrow the pool after `steps` more tokens with no more than the risk allowed."""
         terms, mean, most = [], 0.0, 0.0
         for life in lives:
             alive = self.alive(life, steps)
@@ -152,7 +154,13 @@ class Admission:
         room = self._capacity + overlap * sum(alive for alive, _, _ in terms) / len(lives)
         if most <= room:
             return True
-        return mean < room and any(_log_bound(terms, room, tilt) <= log(RISK) for tilt in TILTS)
+        if mean >= room:
+            return False
+        uncertain = [(alive, entries) for alive, entries, _ in terms if alive < 1.0]
+        if len(uncertain) <= EXACT and not any(variance for _, _, variance in terms):
+            certain = sum(entries for alive, entries, _ in terms if alive >= 1.0)
+            return _exceeds(sorted(uncertain, key=lambda term: -term[1]), room - certain) <= self._risk
+        return any(_log_bound(terms, room, tilt) <= log(self._risk) for tilt in TILTS)
 
     def _life(self, branch: Branch) -> Life:
         request, planner, summary = branch.request, branch.folding, branch.table.summary
@@ -184,6 +192,16 @@ class Admission:
         prior = sum(middles) / len(middles) if middles else 1.0
         spans, tokens, refused = spans + self._spans, tokens + self._span_tokens, refused + self._refused_tokens
         return FoldShape((tokens + PRIOR_SPANS * prior) / (spans + PRIOR_SPANS), refused / tokens if tokens else 0.0)
+
+
+def _exceeds(terms: Sequence[tuple[float, float]], room: float) -> float:
+    """Probability that a sum exceeds `room` of which each term is there with a probability; largest terms first."""
+    if room < 0.0:
+        return 1.0
+    if sum(entries for _, entries in terms) <= room:
+        return 0.0
+    (alive, entries), rest = terms[0], terms[1:]
+    return alive * _exceeds(rest, room - entries) + (1.0 - alive) * _exceeds(rest, room)
 
 
 def _log_bound(terms: Sequence[tuple[float, float, float]], room: float, tilt: float) -> float:
