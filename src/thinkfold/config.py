@@ -42,6 +42,8 @@ class EngineConfig:
     `admission` predicted starts a branch if the pool will hold the batch to its end; greedy if its prompt fits.
     `admission_risk` of outgrowing the pool is what predicted takes with a branch: more runs sooner, and is forced out.
     `max_waiting` bounds the queue behind the running branches; beyond it the server answers 429.
+    `max_handles` bounds the kept states of branches; one more drives out the one not used for longest.
+    `handle_ttl_s` is the seconds after which an unused one goes.
     `page_size` is the tokens of one KV page: 8, 16, 32 or 64.
     `kv_cache_bytes` fixes the KV pool; None sizes it by a profiling run.
     `kv_cache_dtype` auto and model are the model's dtype; fp8_e4m3 has a scale a token and head.
@@ -84,6 +86,8 @@ class EngineConfig:
     admission: Literal["predicted", "greedy"] = "predicted"
     admission_risk: float = 0.02
     max_waiting: int = 512
+    max_handles: int = 64
+    handle_ttl_s: float = 300.0
     page_size: int = 16
     kv_cache_bytes: int | None = None
     kv_cache_dtype: Literal["auto", "model", "fp8_e4m3"] = "auto"
@@ -115,7 +119,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "reference", "triton"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_handles"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"must be at least 1, got {getattr(self, name)}")
         for name, allowed in _CHOICES.items():
@@ -124,7 +128,7 @@ class EngineConfig:
                 raise ParameterError(name, f"must be one of {shown}, got {getattr(self, name)!r}")
         if not 0.0 < self.admission_risk < 1.0:
             raise ParameterError("admission_risk", f"must be between 0 and 1, got {self.admission_risk}")
-        for name in ("stall_timeout_s", "watchdog_s"):
+        for name in ("stall_timeout_s", "watchdog_s", "handle_ttl_s"):
             if not getattr(self, name) > 0.0:
                 raise ParameterError(name, f"must be positive, got {getattr(self, name)}")
         if self.page_size not in PAGE_SIZES:

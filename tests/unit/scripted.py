@@ -9,8 +9,8 @@ from functools import cache
 from fakes import TokenFunction
 from transformers import AutoTokenizer
 
-from thinkfold.control.branch import BranchControl
 from thinkfold.control.budget import resolve_policy
+from thinkfold.control.parts import PartControl
 from thinkfold.engine.core import EngineCore
 from thinkfold.kv.manager import KVManager
 from thinkfold.pebble import pebble_path
@@ -153,7 +153,7 @@ def make_engine(*, depth=0, num_pages=400, max_num_seqs=16, budget=64, caching=T
     scheduler = Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
     def make_control(request, branch):
-        return BranchControl(request, branch, vocabulary, family, closing_ids=tuple(ids(closing)) if closing else ())
+        return PartControl(request, branch, vocabulary, family, closing_ids=tuple(ids(closing)) if closing else ())
 
     ticks = itertools.count()
     runner = ScriptRunner()

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
 
-from thinkfold.control.budget import grace_tokens
+from thinkfold.control.closing import Closing, Forced
 from thinkfold.control.grammar import AnswerGrammar
 from thinkfold.control.outbox import Outbox
 from thinkfold.errors import ConflictError, ParameterError, UnsupportedError
 from thinkfold.text.stop_strings import StopStrings
 from thinkfold.text.vocabulary import Vocabulary
+from thinkfold.thinking.boundaries import BoundaryFinder
 from thinkfold.thinking.delimiter import DelimiterSearch
 from thinkfold.thinking.family import Family
 from thinkfold.thinking.markers import Piece
 from thinkfold.thinking.tracker import PlainTracker, Tracker
-from thinkfold.types import CompletionOutput, EngineRequest, FinishReason, Phase, ThinkingEndReason
-
-MAX_CHARACTER_WAIT = 3  # tokens that may still be missing to a UTF-8 character
+from thinkfold.types import Boundary, CompletionOutput, EngineRequest, FinishReason, Phase, ThinkingEndReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +74,14 @@ class BranchControl:
                 search=search,
             )
         )
-        self._closing_ids = closing_ids
-        self._set_budget(request.thinking.budget if self._force_ids else None)
-        self._asked: tuple[int, ThinkingEndReason] | None = None  # close when so many thinking tokens are used
+        self._closing = Closing(request.thinking.budget if self._force_ids else None, closing_ids)
         self._stops = {phase: StopStrings(request.sampling.stop) for phase in Phase}
         self._outbox = Outbox(branch)
+        self._finder = BoundaryFinder(vocabulary)
+        self._newest: list[Boundary] = []  # those that the newest token has completed
+        self.forced: list[Forced] = []  # runs of tokens that were not drawn
         self.segment_ends: list[int] = []  # output token indices behind finished segments
         self.answer_start: int | None = None  # output token index of the answer's first token
-        self._waited = False
         self._silent = False
         self._forcing = False
         self._eos_repaired = False
@@ -111,7 +109,7 @@ class BranchControl:
     @property
     def budget_left(self) -> int | None:
         """Thinking tokens that the budget still allows; None without a limit."""
-        return None if self._budget is None else max(0, self._budget - self._used)
+        return self._closing.left(self._used)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -135,13 +133,13 @@ class BranchControl:
         self._check_enforceable("end_thinking")
         if self._finish is not None or self.phase is not Phase.THINKING:
             raise ConflictError(f"choice {self._outbox.index} is not thinking")
-        self._asked = self._used, reason
+        self._closing.ask(self._used, reason)
 
     def set_budget(self, budget: int | None) -> None:
         """Another budget from now on; one that is spent already closes thinking at once. Raises UnsupportedError."""
         if budget is not None:
             self._check_enforceable("budget")
-        self._set_budget(budget)
+        self._closing.set_budget(budget)
 
     def inject(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Account for forced tokens that follow the last known one; returns those to append.
@@ -158,7 +156,11 @@ class BranchControl:
         for name, most in (("thinking budget", left), ("max_tokens", room)):
             if most is not None and len(token_ids) > most:
                 raise ConflictError(f"{len(token_ids)} tokens cannot be injected: the {name} has {most} left")
-        return self._inject(token_ids, ThinkingEndReason.CONTROL)
+        return self._inject(token_ids, ThinkingEndReason.CONTROL, closing=False)
+
+    @property
+    def num_injected_tokens(self) -> int:
+        return self._num_injected
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -205,7 +207,7 @@ class BranchControl:
             return False
         if self.phase is not Phase.THINKING:
             return self._grammar is not None  # what may come next depends on the token in flight
-        return self._asked is not None or (self._budget is not None and self._used + inflight >= self._grace_start)
+        return self._closing.may_bind(self._used + inflight)
 
     def ban_eos(self, inflight: int) -> bool:
         """True if the next token to launch must be neither an end token nor a stop id."""
@@ -288,31 +290,11 @@ class BranchControl:
         """Close thinking if somebody asked for it or its budget is spent, or nearly spent at a sentence's end."""
         if self._finish is not None or self.phase is not Phase.THINKING:
             return ()
-        used, budget = self._used, self._budget
-        limit, cause = self._asked or (self._limit, ThinkingEndReason.BUDGET)
-        if self._limit < limit:
-            limit, cause = self._limit, ThinkingEndReason.BUDGET
-        if used < limit:
-            if used < self._grace_start or not self._tracker.at_boundary:
-                return ()
-        elif self._tracker.pending and used - limit < MAX_CHARACTER_WAIT:
-            self._waited = True
+        due = self._closing.due(self._used, at_boundary=self._tracker.at_boundary, pending=self._tracker.pending)
+        if due is None:
             return ()
-        fits = self._waited or budget is None or used + len(self._closing_ids) <= budget
-        closing, self._closing_ids = (self._closing_ids if fits else ()), ()
-        self._set_budget(budget)
-        return self._inject(closing, cause) + self._force_close(cause)
-
-    def _set_budget(self, budget: int | None) -> None:
-        """Closing words that are still to come are part of the budget, if it has room for them."""
-        self._budget = budget
-        if budget is None:
-            self._limit = self._grace_start = inf
-            return
-        if budget < len(self._closing_ids):
-            self._closing_ids = ()
-        self._limit = budget - len(self._closing_ids)
-        self._grace_start = self._limit - grace_tokens(budget)
+        words, cause = due
+        return self._inject(words, cause, closing=True) + self._force_close(cause)
 
     def _check_enforceable(self, field: str) -> None:
         if not self._force_ids:
@@ -322,13 +304,14 @@ class BranchControl:
         held = self._tracker.held_ids
         begun = len(held) if held and self._force_ids[: len(held)] == held else 0
         self._forcing = True
-        ids = self._inject(self._force_ids[begun:], cause)
+        ids = self._inject(self._force_ids[begun:], cause, closing=True)
         self._forcing = False
         return ids
 
-    def _inject(self, token_ids: Iterable[int], cause: ThinkingEndReason) -> tuple[int, ...]:
+    def _inject(self, token_ids: Iterable[int], cause: ThinkingEndReason, *, closing: bool) -> tuple[int, ...]:
         """Account for forced tokens as far as the branch lives; returns those that count."""
         done: list[int] = []
+        start = self.num_output_tokens
         self._end_cause = cause
         for token_id in token_ids:
             if self._finish is not None:
@@ -337,6 +320,8 @@ class BranchControl:
             done.append(token_id)
             self._account(token_id, silent=False)
         self._end_cause = ThinkingEndReason.NATURAL
+        if done:
+            self.forced.append(Forced(start, start + len(done), cause, closing))
         return tuple(done)
 
     def _account(self, token_id: int, *, silent: bool) -> None:
@@ -345,6 +330,8 @@ class BranchControl:
         muted = self.num_output_tokens < self._sampling.min_tokens
         pieces = self._tracker.push(token_id, silent=silent)
         self._outbox.add_token(token_id)
+        self._newest = self._finder.push(token_id)
+        self._outbox.boundaries += self._newest
         self._take_segments()
         if before is Phase.THINKING and self.phase is Phase.ANSWER:
             self._thinking_end = self._end_cause
@@ -366,6 +353,9 @@ class BranchControl:
         segments = self._tracker.take_segments()
         self._outbox.segments += segments
         self.segment_ends += [segment.end for segment in segments]
+        found = [Boundary("segment", segment.end) for segment in segments]
+        self._newest += found
+        self._outbox.boundaries += found
 
     def _write(self, pieces: list[Piece], *, muted: bool) -> str | None:
         """Print pieces up to the first stop string, which is returned."""

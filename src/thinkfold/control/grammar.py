@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +36,12 @@ class AnswerGrammar:
         self._start_ids = frozenset(start_ids)
         self._begun = False
         self._own: bytearray | None = None  # mask of the next token, before the head is added
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AnswerGrammar:
+        """A grammar that goes on from here."""
+        child = copy.copy(self)
+        child._matcher = self._matcher.fork()
+        return child
 
     def allowed(self) -> bytes:
         """Bit i of the little-endian bytes: token i may come next; whole 64-bit words.

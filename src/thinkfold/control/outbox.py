@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thinkfold.types import CompletionOutput, FinishReason, Phase, Segment, ThinkingEndReason
+from thinkfold.types import Boundary, CompletionOutput, FinishReason, Phase, Segment, ThinkingEndReason
 
 
 @dataclass(slots=True)
@@ -16,8 +16,10 @@ class Outbox:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    boundaries: list[Boundary] = field(default_factory=list)
     changed: bool = False
     discarded: bool = False
+    restart: int | None = None
 
     def discard(self) -> None:
         """Nothing of the branch is kept."""
@@ -53,6 +55,7 @@ class Outbox:
             text="".join(self.text),
             token_ids=self.token_ids,
             segments=self.segments,
+            boundaries=self.boundaries,
             phase=phase,
             num_output_tokens=num_output_tokens,
             num_thinking_tokens=num_thinking_tokens,
@@ -61,6 +64,8 @@ class Outbox:
             stop_reason=stop_reason,
             thinking_end_reason=thinking_end_reason,
             discarded=self.discarded,
+            restart=self.restart,
         )
         self.reasoning, self.text, self.token_ids, self.segments, self.changed = [], [], [], [], False
+        self.boundaries, self.restart = [], None
         return output

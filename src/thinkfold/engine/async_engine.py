@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
@@ -16,13 +17,13 @@ from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.build import build_core
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
-from thinkfold.engine.commands import Order
+from thinkfold.engine.commands import Extend, Order
 from thinkfold.engine.controls import Controls
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
 from thinkfold.engine.stream import OutputStream
-from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, QueueFullError
+from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, QueueFullError, ThinkfoldError
 from thinkfold.fold import selectors
 from thinkfold.runner.loader import pick_device
 from thinkfold.text.prompts import PromptRenderer
@@ -36,6 +37,7 @@ from thinkfold.types import (
     RequestOutput,
     SamplingParams,
     ThinkingParams,
+    Until,
 )
 
 
@@ -133,24 +135,76 @@ class AsyncEngine(Controls):
             request = await self._with_grammar(request, sampling.grammar)
         if request_id is not None:
             request = replace(request, request_id=request_id)
-        if request.request_id in self._branches:  # until the core has told its end
-            raise ParameterError("request_id", f"{request.request_id!r} is running already")
-        stream = self._streams[request.request_id] = OutputStream()
-        self._branches[request.request_id] = request.sampling.n
-        self._owners[request.request_id] = namespace
-        finished = False
+        async for output in self._follow(
+            request.request_id, request.sampling.n, namespace, lambda: self._start(request)
+        ):
+            yield output.copied(choices)
+
+    async def extend(
+        self,
+        handle: str,
+        until: Until | None = None,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        seed: int | None = None,
+        request_id: str | None = None,
+        namespace: tuple[str, ...] = (),
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Go on from a handle, `n` times, to the end of a part or of the response; otherwise like `generate`.
+
+        Outputs hold what is new; their counts are those of the whole response. A part that ends at its boundary has
+        `finish_reason` boundary and a `handle` of its own. Without a `seed` one choice goes on as the branch itself
+        would have. Raises NotFoundError for a handle that is not there, or of another namespace.
+        """
+        sampling = SamplingParams(n=n, seed=seed, temperature=1.0 if temperature is None else temperature)
+        self._check_queue(sampling.n)
+        name = request_id or self._new_id()
+        order = Extend(
+            call=self._next(),
+            request_id=name,
+            handle=handle,
+            namespace=namespace,
+            until=until,
+            n=n,
+            temperature=temperature,
+            seed=seed,
+            arrival_time=time.monotonic(),
+        )
+        outputs = self._follow(name, n, namespace, lambda: self._ask(order))
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _start(self, request: EngineRequest) -> None:
+        self._send(request)
+
+    async def _follow(
+        self, name: str, n: int, namespace: tuple[str, ...], start: Callable[[], Awaitable[None]]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Start a request and yield its outputs; whoever stops listening aborts it."""
+        if name in self._branches:  # until the core has told its end
+            raise ParameterError("request_id", f"{name!r} is running already")
+        stream = self._streams[name] = OutputStream()
+        self._branches[name] = n
+        self._owners[name] = namespace
+        finished = started = False
         try:
-            self._send(request)
+            await start()
+            started = True
             while not finished:
                 output = await stream.get()
                 finished = output.finished
-                yield output.copied(choices)
+                yield output
+        except ThinkfoldError:
+            finished = finished or not started  # refused: there is nothing to abort
+            raise
         finally:
-            del self._streams[request.request_id], self._owners[request.request_id]
+            del self._streams[name], self._owners[name]
             if not finished and self._dead is None:
-                self._send(Abort(request.request_id))
+                self._send(Abort(name))
             else:
-                self._branches.pop(request.request_id, None)
+                self._branches.pop(name, None)
 
     async def _with_grammar(self, request: EngineRequest, grammar: Grammar) -> EngineRequest:
         if self._grammars is None:
@@ -235,7 +289,7 @@ class AsyncEngine(Controls):
         family = self.family
         prompt = family.prompt_state(ids) if family else PromptState(Phase.ANSWER, 0, len(ids))
         return EngineRequest(
-            request_id=f"req-{next(self._ids)}-{secrets.token_hex(4)}",
+            request_id=self._new_id(),
             prompt_token_ids=tuple(ids),
             prompt=prompt,
             sampling=sampling,
@@ -245,6 +299,9 @@ class AsyncEngine(Controls):
             fold=fold,
             limits=limits,
         )
+
+    def _new_id(self) -> str:
+        return f"req-{next(self._ids)}-{secrets.token_hex(4)}"
 
     def _check_queue(self, branches: int) -> None:
         unfinished = sum(self._branches.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 
 from thinkfold.config import EngineConfig
-from thinkfold.control.branch import BranchControl
+from thinkfold.control.parts import PartControl
 from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.language import Language, load_language
@@ -54,7 +54,14 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         depth = 1 if runner.device.type == "cuda" else 0
     make_control = partial(_make_control, language, AnswerGrammars(language, runner.vocab_size))
     core = EngineCore(
-        runner, scheduler, make_control, page_bytes=runner.page_bytes, pipeline_depth=depth, window=runner.window
+        runner,
+        scheduler,
+        make_control,
+        page_bytes=runner.page_bytes,
+        pipeline_depth=depth,
+        max_handles=config.max_handles,
+        handle_ttl_s=config.handle_ttl_s,
+        window=runner.window,
     )
     model = ModelInfo(
         name=config.served_model_name or config.model,
@@ -73,10 +80,10 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
     return core, model
 
 
-def _make_control(language: Language, grammars: AnswerGrammars, request: EngineRequest, branch: int) -> BranchControl:
+def _make_control(language: Language, grammars: AnswerGrammars, request: EngineRequest, branch: int) -> PartControl:
     fold = request.fold
     regex = fold.delimiter_regex
-    return BranchControl(
+    return PartControl(
         request,
         branch,
         language.vocabulary,

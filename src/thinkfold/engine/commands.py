@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thinkfold.types import ThinkingEndReason
+from thinkfold.types import ThinkingEndReason, Until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,45 @@ class Probe(Order):
     max_len: int
     stop: tuple[str, ...] = ()
     logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork(Order):
+    """Keep the state after `at` output tokens (None: all of them) under a handle."""
+
+    at: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback(Order):
+    """Go back to the state after `at` output tokens."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hash(Order):
+    """Name the state by its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extend(Order):
+    """Start the request `request_id` from a handle: `n` choices, each to the end of a part, or to its own end."""
+
+    handle: str
+    namespace: tuple[str, ...]
+    until: Until | None = None
+    n: int = 1
+    temperature: float | None = None
+    seed: int | None = None
+    arrival_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop(Order):
+    """Forget a handle; `request_id` is its name."""
+
+    namespace: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

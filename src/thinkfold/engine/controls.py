@@ -8,10 +8,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from thinkfold.engine.commands import Answer, Cancel, EndThinking, Inject, Order, Pause, Probe, Resume, SetBudget
+from thinkfold.engine.commands import (
+    Answer,
+    Cancel,
+    Drop,
+    EndThinking,
+    Fork,
+    Hash,
+    Inject,
+    Order,
+    Pause,
+    Probe,
+    Resume,
+    Rollback,
+    SetBudget,
+)
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import ParameterError
-from thinkfold.types import MAX_LOGPROBS, ProbeResult, SamplingParams, ThinkingEndReason
+from thinkfold.types import MAX_LOGPROBS, Handle, ProbeResult, SamplingParams, ThinkingEndReason
 from thinkfold.types.checks import integer
 
 
@@ -99,6 +113,26 @@ class Controls(ABC):
     async def peek(self, request_id: str, token_ids: Sequence[int] = (), choice: int | None = None) -> ProbeResult:
         """One row of logits behind `token_ids`: its statistics and its most likely tokens. Otherwise like `probe`."""
         return await self.probe(request_id, token_ids, 1, choice=choice, logprobs=MAX_LOGPROBS)
+
+    async def fork(self, request_id: str, at: int | None = None, choice: int | None = None) -> Handle:
+        """Keep the state after `at` output tokens (None: all told) under a handle, from which `extend` goes on.
+
+        Good are positions whose KV is raw and the border behind a folded span; for others PositionError names the
+        nearest. While it lives, what it shares is not folded. Raises ParameterError, ConflictError.
+        """
+        return await self._ask(Fork(call=self._next(), request_id=request_id, choice=choice, at=at))
+
+    async def rollback(self, request_id: str, at: int, choice: int | None = None) -> int:
+        """Go back to the state after `at` output tokens; the next output starts again. Raises like `fork`."""
+        return await self._ask(Rollback(call=self._next(), request_id=request_id, choice=choice, at=at))
+
+    async def state_hash(self, request_id: str, choice: int | None = None) -> str:
+        """A name of all that decides how a choice goes on: tokens, folds, parameters, random numbers."""
+        return await self._ask(Hash(call=self._next(), request_id=request_id, choice=choice))
+
+    async def drop(self, handle: str, namespace: tuple[str, ...] = ()) -> None:
+        """Forget a handle; what has started from it goes on. Raises NotFoundError."""
+        await self._ask(Drop(call=self._next(), request_id=handle, namespace=namespace))
 
     async def _ask(self, order: Order) -> Any:
         future = self._calls[order.call] = asyncio.get_running_loop().create_future()

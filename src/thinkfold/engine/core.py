@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from thinkfold.control.branch import BranchControl
+from thinkfold.control.parts import PartControl
 from thinkfold.engine.costs import CostMeter
+from thinkfold.engine.counters import counters
+from thinkfold.engine.handles import Handles
 from thinkfold.engine.messages import EngineStats
 from thinkfold.engine.orders import Orders
-from thinkfold.engine.running import Running
+from thinkfold.engine.running import Running, refusal
 from thinkfold.errors import NotFoundError, RequestFailedError
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.scheduler.branch import Branch, BranchStatus
@@ -48,12 +50,14 @@ class EngineCore:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        make_control: Callable[[EngineRequest, int], BranchControl],
+        make_control: Callable[[EngineRequest, int], PartControl],
         *,
         page_bytes: int,
         pipeline_depth: int = 0,
         window: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        max_handles: int = 64,
+        handle_ttl_s: float = 300.0,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -69,6 +73,7 @@ class EngineCore:
         self._outputs: list[RequestOutput] = []
         self._touched: dict[str, Running] = {}  # what has news
         self._urgent = False
+        self.handles = Handles(scheduler, make_control, clock, most=max_handles, ttl_s=handle_ttl_s)
         self.orders = Orders(self)
         self._stats = EngineStats(pages_total=scheduler.kv.num_pages)
         self._reasons: Counter[str] = Counter()
@@ -76,11 +81,14 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may change anything; paused requests change nothing by themselves."""
-        unfinished = self._inflight or self._touched or self._outputs
-        return bool(unfinished or self._scheduler.sides.branches) or any(
-            not running.idle for running in self._requests.values()
-        )
+        """Whether something runs or is to be told."""
+        return self.has_news or not self.idle
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step changes anything: paused requests change nothing by themselves."""
+        busy = self._inflight or self._scheduler.sides.branches
+        return not busy and all(running.idle for running in self._requests.values())
 
     @property
     def has_requests(self) -> bool:
@@ -108,18 +116,32 @@ class EngineCore:
                 for index, control in enumerate(controls)
             ]
         except Exception as error:  # rule: one request's preparation fails that request
-            self._outputs.append(_refusal(request, error))
+            self._outputs.append(refusal(request, error))
             self._urgent = True
             self._reasons[FinishReason.ERROR] += 1
             return
         self._arrivals += count
+        self._accept_request(request, branches, controls)
+        self._scheduler.add(branches)
+
+    def begin(self, request: EngineRequest, branches: list[Branch], controls: list[PartControl]) -> None:
+        """A request starts with branches that have forked already; each queues for itself."""
+        self._accept_request(request, branches, controls)
+        self._scheduler.waiting.extend(branches)
+
+    def next_order(self) -> int:
+        """Of arrival, for one more branch."""
+        self._arrivals += 1
+        return self._arrivals - 1
+
+    def _accept_request(self, request: EngineRequest, branches: list[Branch], controls: list[PartControl]) -> None:
         meter = CostMeter(len(request.prompt_token_ids), self._scheduler.kv.page_size, self._page_bytes)
         meter.costs.queue_s = max(0.0, self._clock() - request.arrival_time) if request.arrival_time else 0.0
-        running = Running(request, branches, controls, meter)
+        before = [(control.num_thinking_tokens, control.num_output_tokens) for control in controls]
+        running = Running(request, branches, controls, meter, before)
         if not self.has_work:
             self.tick()
         self._requests[request.request_id] = running
-        self._scheduler.add(branches)
 
     def _planner(self, request: EngineRequest) -> FoldPlanner | None:
         """What folds a branch of the request; None where nothing is ever folded or moved."""
@@ -176,7 +198,7 @@ class EngineCore:
         if due:
             self._collect(*self._inflight.popleft())
         self.orders.retry()
-        if not (plan or due or self.has_news) and any(not running.idle for running in self._requests.values()):
+        if not (plan or due or self.has_news or self.idle):
             raise RuntimeError(f"{len(self._requests)} requests are left and none can run")
 
     def _collect(self, plan: StepPlan, pending: Any) -> None:
@@ -273,6 +295,8 @@ class EngineCore:
                 running.controls[branch.index].finish(reason)
             except Exception as error:
                 running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
+        elif branch.steering.finish_reason is FinishReason.BOUNDARY:
+            running.handles[branch.index] = self.orders.branching.keep(running, branch)
         self.touch(running)
         self._urgent = True
         self.discard(running, branch)
@@ -324,6 +348,8 @@ class EngineCore:
             self._reasons[output.finish_reason] += 1
             if output.thinking_end_reason is not None:
                 self._thinking_reasons[output.thinking_end_reason] += 1
+        if output is not None and branch.status is BranchStatus.FINISHED:
+            output.handle = running.handles.get(index)
         if index in running.folds:
             output = output or running.controls[index].snapshot()
             output.folds = running.folds.pop(index)
@@ -332,9 +358,9 @@ class EngineCore:
         return output
 
     def _output(self, running: Running, news: list[CompletionOutput], finished: bool) -> RequestOutput:
-        kept = [c for c in running.controls if not c.discarded]
-        thinking = sum(c.num_thinking_tokens for c in kept)
-        output = sum(c.num_output_tokens for c in kept)
+        kept = [(c, b) for c, b in zip(running.controls, running.before, strict=True) if not c.discarded]
+        thinking = sum(control.num_thinking_tokens - before for control, (before, _) in kept)
+        output = sum(control.num_output_tokens - before for control, (_, before) in kept)
         costs = running.meter.count_tokens(running.branches, thinking, output)
         return RequestOutput(
             request_id=running.request.request_id,
@@ -358,21 +384,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        scheduler = self._scheduler
         return replace(
             self._stats,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_by_class={str(c): n for c, n in scheduler.kv.usage().items()},
-            preemptions=scheduler.num_preemptions,
-            pressure=dict(scheduler.pressure),
-            swaps=scheduler.pressure["swap"] + scheduler.folds.totals["offloads"],
-            folds=scheduler.folds.totals["folds"],
-            folds_refused=scheduler.folds.totals["refused"],
-            folded_tokens=scheduler.folds.totals["folded_tokens"],
+            **counters(self._scheduler),
+            handles=len(self.handles),
             probe_tokens=self.orders.probes.tokens,
-            prefix_queried_tokens=scheduler.prefix_queried_tokens,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
             requests_by_reason={str(reason): n for reason, n in self._reasons.items()},
             thinking_by_reason={str(reason): n for reason, n in self._thinking_reasons.items()},
         )
@@ -380,10 +396,3 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raise AssertionError unless all structures agree."""
         self._scheduler.check_integrity()
-
-
-def _refusal(request: EngineRequest, error: Exception) -> RequestOutput:
-    output = CompletionOutput(index=0, finish_reason=FinishReason.ERROR)
-    meter = CostMeter(len(request.prompt_token_ids), 0, 0)
-    message = f"{type(error).__name__}: {error}"
-    return RequestOutput(request.request_id, [output], request.thinking, meter.costs, finished=True, error=message)

@@ -68,12 +68,13 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
                 core.orders.give(command)
             else:
                 core.add(command)
+        core.handles.expire()
         if core.has_work or commands:
             core.advance()
             now = time.monotonic()
             answers = core.orders.take()
             due = now - told > (_COALESCE_S if core.has_news else _QUIET_S)
-            if due or answers or core.urgent or not core.has_work:
+            if due or answers or core.urgent or core.idle:
                 send(News(core.news(), core.stats(), answers))
                 told = now
             idle_checked = False

@@ -69,6 +69,7 @@ class EngineStats:
     answer_tokens: int = 0
     discarded_tokens: int = 0
     probe_tokens: int = 0
+    handles: int = 0
     folds: int = 0
     folds_refused: int = 0
     folded_tokens: int = 0

@@ -4,49 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from thinkfold.control.budget import changed_policy
-from thinkfold.engine.commands import Answer, Cancel, EndThinking, Inject, Order, Pause, Probe, Resume, SetBudget
+from thinkfold.engine.branching import Branching, NotYet, Requests
+from thinkfold.engine.commands import (
+    Answer,
+    Cancel,
+    Drop,
+    EndThinking,
+    Extend,
+    Fork,
+    Hash,
+    Inject,
+    Order,
+    Pause,
+    Probe,
+    Resume,
+    Rollback,
+    SetBudget,
+)
+from thinkfold.engine.handles import state_hash
 from thinkfold.engine.probes import Probes
 from thinkfold.engine.running import Running
 from thinkfold.errors import ConflictError, NotFoundError, ThinkfoldError
 from thinkfold.scheduler.branch import Branch, BranchStatus
-from thinkfold.scheduler.scheduler import Scheduler
-from thinkfold.types import FinishReason
-
-
-class Requests(Protocol):
-    """The core, as orders see it."""
-
-    @property
-    def scheduler(self) -> Scheduler: ...
-    def find(self, request_id: str) -> Running:
-        """Raises NotFoundError."""
-        ...
-
-    def tick(self) -> None:
-        """Charge the time until now to what requests have been doing."""
-        ...
-
-    def touch(self, running: Running) -> None:
-        """It has news, or its end is to be told."""
-        ...
-
-    def discard(self, running: Running, branch: Branch, tokens: int = 0) -> None:
-        """Count what is in flight as discarded, and `tokens` more."""
-        ...
-
-    def end(self, running: Running, branch: Branch, reason: FinishReason | None = None) -> None:
-        """The branch has ended; with `reason`, from outside."""
-        ...
-
+from thinkfold.types import FinishReason, Handle
 
 _LATER = object()  # the answer comes by itself
-
-
-class NotYet(Exception):
-    """An order must wait for a token."""
 
 
 class Orders:
@@ -57,6 +42,7 @@ class Orders:
         self._waiting: list[Order] = []
         self._answers: list[Answer] = []
         self.probes = Probes(core.scheduler, lambda call, result: self._answers.append(Answer(call, result)))
+        self.branching = Branching(core)
         self._actions: dict[type[Order], Callable[[Running, Any], Any]] = {
             Pause: self._pause,
             Resume: self._resume,
@@ -65,21 +51,32 @@ class Orders:
             SetBudget: self._set_budget,
             Inject: self._inject,
             Probe: self._probe,
+            Fork: self._fork,
+            Rollback: self._rollback,
+            Hash: self._hash,
         }
 
     def give(self, order: Order) -> None:
         """Do it, or keep it for later."""
         try:
-            running = self._core.find(order.request_id)
-            value = self._actions[type(order)](running, order)
+            value = self._do(order)
         except NotYet:
             self._waiting.append(order)
         except ThinkfoldError as error:
             self._answers.append(Answer(order.call, error=error))
         else:
-            self._core.touch(running)
             if value is not _LATER:
                 self._answers.append(Answer(order.call, value))
+
+    def _do(self, order: Order) -> Any:
+        if isinstance(order, Extend):
+            return self.branching.extend(order)
+        if isinstance(order, Drop):
+            return self._core.handles.drop(order.request_id, order.namespace)
+        running = self._core.find(order.request_id)
+        value = self._actions[type(order)](running, order)
+        self._core.touch(running)
+        return value
 
     def retry(self) -> None:
         """Orders that had to wait are tried again."""
@@ -116,7 +113,8 @@ class Orders:
             if not order.keep_partial:
                 control = running.controls[branch.index]
                 control.discard()
-                self._core.discard(running, branch, control.num_output_tokens - branch.inflight)  # `end` counts that
+                own = control.num_output_tokens - running.before[branch.index][1]
+                self._core.discard(running, branch, own - branch.inflight)  # `end` counts that
                 running.notes.pop(branch.index, None)
             self._core.end(running, branch, FinishReason.ABORT)
 
@@ -160,6 +158,18 @@ class Orders:
     def _probe(self, running: Running, order: Probe) -> object:
         self.probes.start(running, self._one(running, order), order)
         return _LATER
+
+    def _fork(self, running: Running, order: Fork) -> Handle:
+        return self.branching.keep(running, self._one(running, order), order.at)
+
+    def _rollback(self, running: Running, order: Rollback) -> int:
+        branch = self._one(running, order)
+        self.probes.close(running, branch)
+        self._settle(running, branch)
+        return self.branching.rollback(running, branch, order.at)
+
+    def _hash(self, running: Running, order: Hash) -> str:
+        return state_hash(self._one(running, order))
 
     def _one(self, running: Running, order: Order) -> Branch:
         """The branch that the order is for."""

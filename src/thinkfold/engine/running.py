@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thinkfold.control.branch import BranchControl
+from thinkfold.control.parts import PartControl
 from thinkfold.engine.costs import CostMeter
 from thinkfold.errors import NotFoundError
 from thinkfold.scheduler.branch import Branch, BranchStatus
-from thinkfold.types import EngineRequest, Fold, TokenLogprobs, TokenStats
+from thinkfold.types import (
+    CompletionOutput,
+    EngineRequest,
+    FinishReason,
+    Fold,
+    Handle,
+    RequestOutput,
+    TokenLogprobs,
+    TokenStats,
+)
 
 _IDLE = (BranchStatus.PAUSED, BranchStatus.FINISHED, BranchStatus.BEHIND_TRUNK)
 
@@ -19,10 +28,12 @@ class Running:
 
     request: EngineRequest
     branches: list[Branch]
-    controls: list[BranchControl]
+    controls: list[PartControl]
     meter: CostMeter
+    before: list[tuple[int, int]]  # thinking and output tokens that each branch brought with it
     notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]] = field(default_factory=dict)
     folds: dict[int, list[Fold]] = field(default_factory=dict)
+    handles: dict[int, Handle] = field(default_factory=dict)  # of parts that have ended, by branch
     told: set[int] = field(default_factory=set)
     begun: bool = False  # a token has been drawn for it
     error: str | None = None
@@ -36,6 +47,13 @@ class Running:
         """Whether nothing runs until somebody resumes it or what it waits for is told."""
         return all(branch.status in _IDLE for branch in self.branches)
 
+    def forget_notes(self, index: int, sampled: int, control: PartControl) -> None:
+        """A branch with `sampled` tokens was rolled back to `control`: statistics beyond it, told or not, are void."""
+        logprobs, stats = self.notes.get(index, ([], []))
+        told = sampled - len(stats)
+        keep = max(0, control.told(told) - told)
+        del logprobs[keep:], stats[keep:]
+
     def live(self, choice: int | None) -> list[Branch]:
         """The branch of a choice, or all, that has not ended. Raises NotFoundError if there is none."""
         branches = [b for b in self.branches if b.status is not BranchStatus.FINISHED and choice in (None, b.index)]
@@ -43,3 +61,11 @@ class Running:
             what = "any more" if choice is None else f"as a running choice {choice}"
             raise NotFoundError(f"{self.request.request_id!r} is not there {what}")
         return branches
+
+
+def refusal(request: EngineRequest, error: Exception) -> RequestOutput:
+    """The only output of a request that could not be prepared."""
+    output = CompletionOutput(index=0, finish_reason=FinishReason.ERROR)
+    meter = CostMeter(len(request.prompt_token_ids), 0, 0)
+    message = f"{type(error).__name__}: {error}"
+    return RequestOutput(request.request_id, [output], request.thinking, meter.costs, finished=True, error=message)

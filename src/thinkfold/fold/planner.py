@@ -30,7 +30,31 @@ class FoldPlanner:
         # no span may be due before its end is known
         self._known_after = 0 if policy.delimiter_regex is None else DELIMITER_LAG + COMMIT_LAG
         self.told: set[tuple[int, bool]] = set()  # (start, refused) of what is known outside; survives a restart
+        self._book = SpanBook()
         self.restart()
+
+    def fork(self, position: int, segment_ends: Sequence[int], answer_start: int | None) -> FoldPlanner:
+        """The planner of a branch that shares the first `position` tokens, in which those ends were found."""
+        child = FoldPlanner(self.policy, self._page_size, self.num_prompt_tokens, self._window)
+        child.numbers = self.numbers
+        child.told = {(start, refused) for start, refused in self.told if start < position}
+        child.observe(segment_ends, answer_start)
+        known = {span.start: span for span in child.spans}
+        for start, end in self.folded:
+            if end <= position:  # its segment may end behind the position: then it is not closed there
+                span = known.pop(start, None) or child._book.close(Span(start, end, end))
+                child._book.fold(span)
+                child._next_start = max(child._next_start, end)
+        child._ends = [end for end in child._ends if end > child._next_start]
+        for span in self._book.refused:
+            if span.start in known and known[span.start].end == span.end:
+                child._book.refuse(known[span.start])
+        child._taken = [taken for taken in self._taken if taken[1] <= position]
+        return child
+
+    def hold(self, position: int) -> None:
+        """Nothing that begins before `position` is taken out from now on; a lower one lets go of some."""
+        self._book.hold(position)
 
     def restart(self) -> None:
         """Everything is computed anew from the prompt on; what was found is read again."""
@@ -39,7 +63,7 @@ class FoldPlanner:
         self._answer_start: int | None = None
         self._segment_start = self._segment_end = self.num_prompt_tokens  # of the newest closed segment
         self._ends: list[int] = []  # of closed segments that reach behind the last span
-        self._book = SpanBook()
+        self._book = SpanBook(self._book.hold_before)
         self._taken: list[tuple[int, int, list[int]]] = []  # (start, end, summary entries by head after it), in order
 
     @property
@@ -132,7 +156,7 @@ class FoldPlanner:
         """What `to_offload` named has left the raw table; who goes back to before `position` would miss it."""
         lengths, end = self._taken[-1][2] if self._taken else [], self._end_of_leaving(position)
         for span in self.spans:
-            if span.end <= end:
+            if span.end <= end and span not in self._book.held:
                 self._book.fold(span)
                 self._taken.append((span.start, position, lengths))
 

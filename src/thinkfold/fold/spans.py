@@ -48,7 +48,9 @@ Worth = Callable[[Span], int]  # pages that a fold of the span wins
 class SpanBook:
     """All spans of a branch. `closed`, `refused` and `folded` are by position; closed spans fall due in that order."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold_before: int = 0) -> None:
+        self.hold_before = hold_before  # closed spans that begin before this position wait in `held`
+        self.held: list[Span] = []
         self.closed: list[Span] = []
         self.prepared: list[Span] = []
         self.refused: list[Span] = []
@@ -64,11 +66,21 @@ class SpanBook:
 
     def all(self) -> list[Span]:
         """Every span that is not folded, by position."""
-        return sorted([*self.closed, *self.prepared, *self.refused], key=_start)
+        return sorted([*self.held, *self.closed, *self.prepared, *self.refused], key=_start)
 
-    def close(self, span: Span) -> None:
-        """A span behind all others is closed."""
-        self.closed.append(span)
+    def close(self, span: Span) -> Span:
+        """A span is closed."""
+        insort(self.held if span.start < self.hold_before else self.closed, span, key=_start)
+        return span
+
+    def hold(self, position: int) -> None:
+        """Closed spans that begin before `position` are not there for anybody; earlier ones come back."""
+        if position != self.hold_before:
+            self.hold_before = position
+            spans, self.held, self.closed = [*self.held, *self.closed], [], []
+            for span in spans:
+                self.close(span)
+            self._old, self._old_end = [], 0
 
     def num_closed(self, end: int | None) -> int:
         """Closed spans that end at `end` or before; None: all."""
@@ -95,7 +107,7 @@ class SpanBook:
         """The span is not judged after all."""
         self._take(span)
         span.state = SpanState.CLOSED
-        insort(self.closed, span, key=_start)
+        self.close(span)
         self._old, self._old_end = [], 0  # it may have left the heap
 
     def refuse(self, span: Span) -> None:
@@ -142,7 +154,7 @@ class SpanBook:
     def _take(self, span: Span) -> None:
         """Out of the list in which it is."""
         spans = {SpanState.CLOSED: self.closed, SpanState.PREPARED: self.prepared, SpanState.REFUSED: self.refused}
-        spans[span.state].remove(span)
+        (self.held if span in self.held else spans[span.state]).remove(span)
         if span.state is SpanState.REFUSED:
             self.refused_tokens -= span.tokens
 

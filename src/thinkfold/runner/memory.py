@@ -91,6 +91,8 @@ class DeviceMemory:
         A fold that raises is told in the news and harms nobody else; a fault of the device is raised.
         """
         news = FoldNews()
+        for slot, key in work.queries_kept:
+            self.queries.save(slot, key, leave=False)
         if work.queries_out or work.swap_out or work.blocks_out:
             self._leave(work)
         for fold_id in work.dropped:
@@ -106,6 +108,8 @@ class DeviceMemory:
             self.storage.pages_in(work.swap_in)
         if work.blocks_in:
             self.storage.blocks_in(work.blocks_in)
+        for source, target in work.queries_shared:
+            self.queries.share(source, target)
         for slot, blocks, lengths in work.summaries:
             self.tables.set(slot, blocks, lengths)
             self.queries.forget(slot)

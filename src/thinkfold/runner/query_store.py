@@ -129,20 +129,27 @@ class QueryStore:
             for tensor in self._tensors():
                 tensor[:, _lines(target)] = tensor[:, _lines(source)]
 
-    def save(self, slot: int, key: int) -> None:
-        """Move a slot's store to the host under `key`; the slot is empty then."""
+    def save(self, slot: int, key: int, *, leave: bool = True) -> None:
+        """Copy a slot's store to the host under `key`; the slot is empty then if the branch does `leave` it."""
         kept = self._kept.pop(slot, None)
         if kept is None:
             return
+        if not leave:
+            self._kept[slot] = kept.copy()
         queries, lse = (_to_host(tensor[:, _lines(slot)]) for tensor in self._tensors())
         self._saved[key] = _Saved(kept, queries, lse)
+
+    def share(self, key: int, other: int) -> None:
+        """What was saved under `key` has a second name."""
+        if key in self._saved:
+            self._saved[other] = self._saved[key]
 
     def restore(self, key: int, slot: int) -> None:
         """Bring back what was saved under `key`, into any slot; nothing if nothing was kept."""
         self.forget(slot)
         saved = self._saved.pop(key, None)
         if saved is not None:
-            self._kept[slot] = saved.kept
+            self._kept[slot] = saved.kept.copy()
             for tensor, home in zip(self._tensors(), (saved.queries, saved.lse), strict=True):
                 tensor[:, _lines(slot)].copy_(home, non_blocking=True)
 

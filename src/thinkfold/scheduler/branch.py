@@ -73,6 +73,8 @@ class Branch:
     highest_computed: int = 0
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
+    lineage: frozenset[str] = frozenset()  # handles whose state it shares
+    stream: int | None = None  # of random numbers; None is the choice's own
     children: list[Branch] = field(default_factory=list)  # forked when the prompt is computed
 
     @property

@@ -103,8 +103,9 @@ class MemoryWork:
     `(source slot, target slot)` copy a query store; `prepares` come last.
 
     A query store leaves with its branch: `queries_out` `(slot, key)` saves it first of all under
-    a key that the scheduler chooses, `queries_in` `(key, slot)` brings it back after `summaries`,
-    and `queries_dropped` are keys whose branch ended while it was away.
+    a key that the scheduler chooses, `queries_in` `(key, slot)` brings it back after `summaries`;
+    `queries_kept` `(slot, key)` saves it and leaves the slot as it is, `queries_shared` `(key, key)` gives what is
+    saved a second name, and `queries_dropped` are keys whose branch ended while it was away.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -120,6 +121,8 @@ class MemoryWork:
     queries_out: list[tuple[int, int]] = field(default_factory=list)
     queries_in: list[tuple[int, int]] = field(default_factory=list)
     queries_dropped: list[int] = field(default_factory=list)
+    queries_kept: list[tuple[int, int]] = field(default_factory=list)
+    queries_shared: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -112,6 +112,15 @@ class Parking:
             self._folds.work.queries_in.append((branch.order, branch.slot))
             branch.stored = False
 
+    def copy_queries(self, source: Branch, target: Branch) -> None:
+        """`target`, which has no slot, gets the queries of `source` under its own order."""
+        work = self._folds.work
+        if source.slot >= 0:
+            work.queries_kept.append((source.slot, target.order))
+        elif source.stored:
+            work.queries_shared.append((source.order, target.order))
+        target.stored = source.slot >= 0 or source.stored
+
     def drop_queries(self, branch: Branch) -> None:
         """Nobody will ask for them again."""
         if branch.stored:

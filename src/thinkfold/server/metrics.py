@@ -26,6 +26,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2,
 _GAUGES = {
     "running": "Requests in the batch",
     "waiting": "Requests in the queue",
+    "handles": "Kept states of branches",
     "pages_total": "Pages of the KV pool",
 }
 _COUNTERS = {

@@ -7,6 +7,7 @@ for it, and every segment is found at the same token whatever the worker's speed
 from __future__ import annotations
 
 import codecs
+import copy
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,15 @@ class DelimiterSearch:
         self._fresh: list[str] = []
         self._sent: deque[Future[list[bool]]] = deque()
         self._found: deque[bool] = deque()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelimiterSearch:
+        """A search that goes on from here; waits for the worker."""
+        while self._sent:
+            self._found.extend(self._sent.popleft().result())
+        child = copy.copy(self)
+        child._decoder = copy.deepcopy(self._decoder, memo)
+        child._fresh, child._sent, child._found = list(self._fresh), deque(), deque(self._found)
+        return child
 
     def push(self, data: bytes) -> None:
         """The next token's bytes."""

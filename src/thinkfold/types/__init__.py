@@ -13,12 +13,22 @@ from thinkfold.types.fold import (
 )
 from thinkfold.types.grammar import MAX_GRAMMAR_CHARS, Grammar, schema_format
 from thinkfold.types.limits import Clamp, Limits
-from thinkfold.types.output import CompletionOutput, Costs, Fold, RequestOutput, Segment, TokenLogprobs, TokenStats
+from thinkfold.types.output import (
+    Boundary,
+    CompletionOutput,
+    Costs,
+    Fold,
+    RequestOutput,
+    Segment,
+    TokenLogprobs,
+    TokenStats,
+)
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.probe import ProbeResult
 from thinkfold.types.request import EngineRequest, PromptState
 from thinkfold.types.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
 from thinkfold.types.thinking import DEFAULT_THINKING_BUDGET, EFFORT_BUDGETS, UNLIMITED, ThinkingParams, ThinkingPolicy
+from thinkfold.types.until import Handle, Until
 from thinkfold.types.vote import BestOfParams, SearchParams, VoteParams, parse_best_of, parse_search, parse_vote
 
 __all__ = [
@@ -35,6 +45,7 @@ __all__ = [
     "UNLIMITED",
     "AtAnswer",
     "BestOfParams",
+    "Boundary",
     "Clamp",
     "CompletionOutput",
     "ControlParams",
@@ -48,6 +59,7 @@ __all__ = [
     "FoldPolicy",
     "FoldProfile",
     "Grammar",
+    "Handle",
     "Limits",
     "Phase",
     "Preset",
@@ -62,6 +74,7 @@ __all__ = [
     "ThinkingPolicy",
     "TokenLogprobs",
     "TokenStats",
+    "Until",
     "VoteParams",
     "parse_best_of",
     "parse_control",

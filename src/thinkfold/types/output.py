@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from thinkfold.types.fold import FoldPolicy
 from thinkfold.types.limits import Limits
 from thinkfold.types.messages import by_position
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.thinking import ThinkingPolicy
+from thinkfold.types.until import Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,14 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Boundary:
+    """A place between two output tokens: `index` of them stand before it. `transition` is before a word that turns."""
+
+    kind: Literal["sentence", "paragraph", "transition", "segment"]
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fold:
     """What became of one span of thinking, `[start, end)` in output token indices.
 
@@ -71,6 +80,8 @@ class CompletionOutput:
     """New output of one branch since the previous message; counts are cumulative.
 
     `discarded`: the branch was cancelled and nothing of it is kept, what was told before neither.
+    `restart`: it was rolled back, this output starts again from the first token, and of the statistics
+    told before only the first `restart` count. `handle` keeps the state at a part's end.
     """
 
     index: int
@@ -81,6 +92,7 @@ class CompletionOutput:
     stats: list[TokenStats] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     folds: list[Fold] = field(default_factory=list)
+    boundaries: list[Boundary] = field(default_factory=list)
     phase: Phase = Phase.ANSWER
     num_output_tokens: int = 0
     num_thinking_tokens: int = 0
@@ -89,6 +101,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     thinking_end_reason: ThinkingEndReason | None = None
     discarded: bool = False
+    restart: int | None = None
+    handle: Handle | None = None
 
     def copy_for(self, index: int) -> CompletionOutput:
         """The same news as those of choice `index`."""
@@ -98,7 +112,9 @@ class CompletionOutput:
     def merge(self, later: CompletionOutput) -> None:
         """Append `later` to self."""
         if later.discarded:
-            self._clear()
+            self._clear(0)
+        elif later.restart is not None:
+            self._clear(later.restart)
         self.reasoning += later.reasoning
         self.text += later.text
         self.token_ids += later.token_ids
@@ -106,6 +122,7 @@ class CompletionOutput:
         self.stats += later.stats
         self.segments += later.segments
         self.folds += later.folds
+        self.boundaries += later.boundaries
         self.phase = later.phase
         self.num_output_tokens = later.num_output_tokens
         self.num_thinking_tokens = later.num_thinking_tokens
@@ -114,10 +131,14 @@ class CompletionOutput:
         self.stop_reason = later.stop_reason
         self.thinking_end_reason = later.thinking_end_reason
         self.discarded = later.discarded
+        self.restart = later.restart if self.restart is None else self.restart
+        self.handle = later.handle
 
-    def _clear(self) -> None:
+    def _clear(self, keep: int) -> None:
+        """Forget all but the statistics of the first `keep` sampled tokens."""
         self.reasoning = self.text = ""
-        self.token_ids, self.logprobs, self.stats, self.segments, self.folds = [], [], [], [], []
+        self.token_ids, self.segments, self.folds, self.boundaries = [], [], [], []
+        self.logprobs, self.stats = self.logprobs[:keep], self.stats[:keep]
 
 
 @by_position

@@ -17,6 +17,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    BOUNDARY = "boundary"  # a part ends here, and a handle keeps its state
     ABORT = "abort"
     ERROR = "error"
 

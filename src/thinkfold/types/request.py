@@ -9,6 +9,7 @@ from thinkfold.types.limits import Limits
 from thinkfold.types.phases import Phase
 from thinkfold.types.sampling import SamplingParams
 from thinkfold.types.thinking import ThinkingPolicy
+from thinkfold.types.until import Until
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +39,5 @@ class EngineRequest:
     arrival_time: float = 0.0
     fold: FoldPolicy = field(default_factory=FoldPolicy)
     limits: Limits = field(default_factory=Limits)
+    until: Until | None = None
     grammar: str | None = None  # `sampling.grammar` compiled (see `text.grammar`)
