@@ -229,8 +229,7 @@ def base_config(args: argparse.Namespace, folder: str) -> EngineConfig:
 
 def token_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """Bytes of one entry in all layers and heads, scales included."""
-    layers, heads, dim = loaded.num_layers, loaded.num_kv_heads, loaded.head_dim
-    return page_bytes(layers, heads, 1, dim, kv_dtype(config, loaded))
+    return page_bytes(loaded.num_layers, loaded.num_kv_heads, 1, loaded.head_dim, kv_dtype(config, loaded))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 base,
                 max_num_seqs=batch,
                 max_num_batched_tokens=max(8192, batch),
-                kv_cache_bytes=(pages + 1) * args.page_size * token_bytes(base, loaded),
+                # A page has a β plane, too, where there are graphs: 4 bytes beside 2 x head_dim numbers.
+                kv_cache_bytes=(pages + 1) * args.page_size * token_bytes(base, loaded) * 17 // 16,
             )
             report(args, config, loaded, text, (batch, entries), bandwidth)
     return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
@@ -23,6 +24,7 @@ from thinkfold.engine.messages import Command, Dead, Event, ModelInfo, Stop
 
 Build = Callable[[EngineConfig], tuple[EngineCore, ModelInfo]]
 _JOIN_S = 10.0
+_GC_OBJECTS = 50_000  # a step makes thousands that live for a step; next to none are cycles
 
 
 class CoreClient(Protocol):
@@ -97,6 +99,7 @@ class ProcessClient:
 def _run_process(build: Build, config: EngineConfig, inbox: Queue[Command], outbox: Queue[Event]) -> None:
     """Run the core in this process, which ends on `Stop` or with its parent, not on the terminal's Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(_GC_OBJECTS)
     threading.Thread(target=_end_with_parent, name="thinkfold-parent", daemon=True).start()
     run_core(build, config, inbox, outbox.put)
 

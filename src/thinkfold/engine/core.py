@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -368,7 +369,7 @@ class EngineCore:
             policy=running.request.thinking,
             fold=running.request.fold,
             limits=running.request.limits,
-            costs=replace(costs),
+            costs=copy(costs),
             finished=finished,
             error=running.error if finished else None,
         )

@@ -23,20 +23,30 @@ class CostMeter:
         branch thinks, answer after that; paused while all are. Pages shared by a fork are charged once.
         """
         costs = self.costs
+        pages = raw = 0
+        summaries = 0.0
+        paused, queued, prefilling, thinking = bool(branches), True, True, False
+        for branch in branches:  # one loop: this runs for every request in every step
+            table = branch.table
+            pages += len(table.pages)
+            if not table.swapped:
+                raw += table.kv_len
+                summaries += table.summary.mean_entries
+            paused &= branch.status is BranchStatus.PAUSED
+            queued &= branch.highest_computed == 0
+            prefilling &= len(branch.token_ids) <= branch.num_prompt_tokens
+            thinking |= branch.steering.phase is Phase.THINKING
         again = _counted_again(branches) if len(branches) > 1 else 0
-        summaries = sum(b.table.summary.mean_entries for b in branches if not b.table.swapped)
-        pages = sum(len(b.table.pages) for b in branches) - again + summaries / max(1, self._page_size)
-        raw = sum(b.table.kv_len for b in branches if not b.table.swapped)
-        entries = round(raw - again * self._page_size + summaries)
-        costs.kv_byte_seconds += pages * self._page_bytes * seconds
-        costs.kv_peak_entries = max(costs.kv_peak_entries, entries)
-        if branches and all(b.status is BranchStatus.PAUSED for b in branches):
+        held = pages - again + summaries / max(1, self._page_size)
+        costs.kv_byte_seconds += held * self._page_bytes * seconds
+        costs.kv_peak_entries = max(costs.kv_peak_entries, round(raw - again * self._page_size + summaries))
+        if paused:
             costs.paused_s += seconds
-        elif all(b.highest_computed == 0 for b in branches):
+        elif queued:
             costs.queue_s += seconds
-        elif all(len(b.token_ids) <= b.num_prompt_tokens for b in branches):
+        elif prefilling:
             costs.prefill_s += seconds
-        elif any(b.steering.phase is Phase.THINKING for b in branches):
+        elif thinking:
             costs.thinking_s += seconds
         else:
             costs.answer_s += seconds

@@ -24,6 +24,8 @@ _IDLE_WAIT_S = 0.5
 _QUIET_S = 0.2  # a step without news is still a sign of life, told this often
 # Deltas of this long travel together, but for the first and the last of a request: each message costs both sides time.
 _COALESCE_S = 0.02
+_COALESCE_MAX_S = 0.1
+_TELL_SHARE = 0.1  # of its time that a core with many requests spends on telling, at most
 
 
 class Inbox(Protocol):
@@ -55,7 +57,7 @@ def run_core(
 
 
 def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> None:
-    told = 0.0
+    told, pause = 0.0, _COALESCE_S
     idle_checked = True
     while True:
         commands = _commands(inbox, wait=not core.has_work)
@@ -73,10 +75,16 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
             core.advance()
             now = time.monotonic()
             answers = core.orders.take()
+<<<<<<< HEAD
             due = now - told > (_COALESCE_S if core.has_news else _QUIET_S)
             if due or answers or core.urgent or core.idle:
+=======
+            due = now - told > (pause if core.has_news else _QUIET_S)
+            if due or answers or core.urgent or not core.has_work:
+>>>>>>> e9a1499 (Host time of a step: costs in one loop, news paced by what telling costs; rows of decode steps and what they say)
                 send(News(core.news(), core.stats(), answers))
-                told = now
+                told = time.monotonic()
+                pause = min(max(_COALESCE_S, (told - now) / _TELL_SHARE), _COALESCE_MAX_S)
             idle_checked = False
         else:
             if core.has_requests:  # all paused: nothing happens, and all is well
