@@ -75,13 +75,8 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
             core.advance()
             now = time.monotonic()
             answers = core.orders.take()
-<<<<<<< HEAD
-            due = now - told > (_COALESCE_S if core.has_news else _QUIET_S)
-            if due or answers or core.urgent or core.idle:
-=======
             due = now - told > (pause if core.has_news else _QUIET_S)
-            if due or answers or core.urgent or not core.has_work:
->>>>>>> e9a1499 (Host time of a step: costs in one loop, news paced by what telling costs; rows of decode steps and what they say)
+            if due or answers or core.urgent or core.idle:
                 send(News(core.news(), core.stats(), answers))
                 told = time.monotonic()
                 pause = min(max(_COALESCE_S, (told - now) / _TELL_SHARE), _COALESCE_MAX_S)
