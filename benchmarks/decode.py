@@ -28,7 +28,7 @@ import torch
 
 from thinkfold import EngineConfig, SamplingParams
 from thinkfold.cli import rows
-from thinkfold.control.branch import BranchControl
+from thinkfold.control.parts import PartControl
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.loop import run_core
 from thinkfold.engine.messages import Command, Event, ModelInfo, Stop
@@ -126,7 +126,7 @@ def make_core(config: EngineConfig, loaded: LoadedModel, batch: int) -> TimedCor
     core = EngineCore(
         filled,
         scheduler,
-        lambda request, branch: BranchControl(request, branch, vocabulary, None),
+        lambda request, branch: PartControl(request, branch, vocabulary, None),
         page_bytes=runner.page_bytes,
         pipeline_depth=depth,
     )

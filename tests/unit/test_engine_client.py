@@ -13,8 +13,8 @@ from thinkfold.engine.client import ProcessClient
 from thinkfold.engine.messages import Abort
 
 class Idle:
-    has_work = has_news = urgent = has_requests = False
-    orders = types.SimpleNamespace(take=list)
+    has_work = has_news = urgent = idle = has_requests = False
+    orders, handles = types.SimpleNamespace(take=list), types.SimpleNamespace(expire=list)
 
     def check_integrity(self):
         pass
