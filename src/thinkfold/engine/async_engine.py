@@ -120,8 +120,11 @@ class AsyncEngine(Controls):
         *,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
+        until: Until | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its news; the last output has `finished` set.
+
+        With `until` each choice ends there with a handle, from which `extend` goes on.
 
         Raises ParameterError, UnsupportedError, CapacityError, QueueFullError or
         EngineDeadError before anything is yielded if the request cannot be accepted, and
@@ -133,12 +136,11 @@ class AsyncEngine(Controls):
         request = self._accept(prompt_token_ids, sampling, thinking, self.resolve_fold(fold), namespace)
         if sampling.grammar is not None:
             request = await self._with_grammar(request, sampling.grammar)
-        if request_id is not None:
-            request = replace(request, request_id=request_id)
-        async for output in self._follow(
-            request.request_id, request.sampling.n, namespace, lambda: self._start(request)
-        ):
-            yield output.copied(choices)
+        request = replace(request, request_id=request_id or request.request_id, until=until)
+        outputs = self._follow(request.request_id, request.sampling.n, namespace, lambda: self._start(request))
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output.copied(choices)
 
     async def extend(
         self,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from thinkfold.server import chat, completions, control, errors, health, metrics, models
+from thinkfold.server import chat, completions, control, errors, health, metrics, models, partial
 from thinkfold.server.access import admin
 from thinkfold.server.access.gate import Access, Gate
 from thinkfold.server.contract import Engine, EngineSlot
@@ -51,7 +51,7 @@ def build_app(
     responses = ResponseStore(options.response_store_bytes, options.response_ttl_s)
     access = access or Access()
     app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access)
-    for module in (chat, completions, messages, response_routes, control, models, health, metrics, admin):
+    for module in (chat, completions, messages, response_routes, control, partial, models, health, metrics, admin):
         app.include_router(module.router)
     bodies = {"/v1/messages": messages_error}
     errors.install(app, bodies)

@@ -13,7 +13,7 @@ from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.errors import EngineDeadError, ThinkfoldError
 from thinkfold.server.defaults import sampling_defaults
 from thinkfold.text.prompts import PromptRenderer
-from thinkfold.types import FoldParams, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import FoldParams, Handle, RequestOutput, SamplingParams, ThinkingParams, Until
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,32 @@ class Controllable(Protocol):
     async def end_thinking(self, request_id: str, choice: int | None = None) -> None: ...
     async def set_budget(self, request_id: str, budget: int) -> int | None: ...
     async def inject(self, request_id: str, token_ids: Sequence[int], choice: int | None = None) -> int: ...
+    async def fork(self, request_id: str, at: int | None = None, choice: int | None = None) -> Handle: ...
+    async def drop(self, handle: str, namespace: tuple[str, ...] = ()) -> None: ...
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        thinking: ThinkingParams,
+        fold: FoldParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: tuple[str, ...] = (),
+        until: Until | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    def extend(
+        self,
+        handle: str,
+        until: Until | None = None,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        seed: int | None = None,
+        request_id: str | None = None,
+        namespace: tuple[str, ...] = (),
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
 
 class EngineLoadingError(ThinkfoldError):

@@ -8,6 +8,7 @@ request: to anybody else it is not there.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -17,10 +18,11 @@ from thinkfold.server.body import StrictModel, read_body
 from thinkfold.server.contract import Controllable, Engine
 from thinkfold.server.fields import namespace_of
 from thinkfold.server.state import owned, state_of
+from thinkfold.types import Handle
 
 router = APIRouter()
 
-Action = Literal["end_thinking", "set_budget", "inject", "pause", "resume", "cancel"]
+Action = Literal["end_thinking", "set_budget", "inject", "pause", "resume", "fork", "cancel"]
 
 
 class ControlRequest(StrictModel):
@@ -32,17 +34,18 @@ class ControlRequest(StrictModel):
     text: str | None = None
     token_ids: list[int] | None = None
     keep_partial: bool | None = None
+    at: int | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
 
     def check(self) -> None:
         """Raise ParameterError for a field of another action."""
-        for name in ("budget", "text", "token_ids", "keep_partial"):
+        for name in ("budget", "text", "token_ids", "keep_partial", "at"):
             if name in self.model_fields_set and name not in _FIELDS.get(self.action, ()):
                 raise ParameterError(name, f"has no meaning for {self.action}")
 
 
-_FIELDS = {"set_budget": ("budget",), "inject": ("text", "token_ids"), "cancel": ("keep_partial",)}
+_FIELDS = {"set_budget": ("budget",), "inject": ("text", "token_ids"), "cancel": ("keep_partial",), "fork": ("at",)}
 
 
 @router.post("/v1/thinkfold/responses/{response_id}/control")
@@ -102,11 +105,21 @@ async def _cancel(engine: Engine, controls: Controllable, name: str, body: Contr
     return {"keep_partial": keep}
 
 
+async def _fork(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+    return {"handle": handle_data(await controls.fork(name, body.at, body.choice))}
+
+
+def handle_data(handle: Handle) -> dict[str, Any]:
+    """A handle as JSON."""
+    return asdict(handle)
+
+
 _ACTIONS: dict[str, Callable[[Engine, Controllable, str, ControlRequest], Awaitable[dict[str, Any]]]] = {
     "end_thinking": _end_thinking,
     "set_budget": _set_budget,
     "inject": _inject,
     "pause": _pause,
     "resume": _resume,
+    "fork": _fork,
     "cancel": _cancel,
 }

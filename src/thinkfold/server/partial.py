@@ -1,0 +1,148 @@
+"""`/v1/thinkfold/partial`: writes a part of a response and keeps its state, so that others can search from outside.
+
+A part starts from a prompt, a chat or a handle and ends at a boundary. Handles belong to the namespace of
+their request: to anybody else they are not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+
+from thinkfold.errors import ParameterError, RequestFailedError
+from thinkfold.server.body import StrictModel, read_body
+from thinkfold.server.contract import Controllable, Engine
+from thinkfold.server.control import controllable, handle_data
+from thinkfold.server.feed import Feed
+from thinkfold.server.fields import RequestFields, check_model, namespace_of
+from thinkfold.server.reply import Reply, three_costs
+from thinkfold.server.state import ServerState, owned, state_of
+from thinkfold.types import CompletionOutput, RequestOutput, Until
+
+router = APIRouter()
+
+_WITH_HANDLE = {"handle", "until", "n", "temperature", "seed", "model", "cache_salt", "prompt_cache_key", "user"}
+
+
+class UntilFields(StrictModel):
+    at: Literal["segment", "paragraph", "sentence"] | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+
+    def until(self) -> Until:
+        """Raises ParameterError."""
+        return Until(self.at, self.min_tokens or 0, self.max_tokens)
+
+
+class PartialRequest(RequestFields):
+    """One of `prompt`, `messages` and `handle`. Without `until` it goes on to the response's end."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    handle: str | None = None
+    until: UntilFields | None = None
+
+    def check(self) -> None:
+        """Raise ParameterError unless there is one start, and nothing that its handle has fixed."""
+        if self.stream:
+            raise ParameterError("stream", "a part is not streamed")
+        if sum(start is not None for start in (self.prompt, self.messages, self.handle)) != 1:
+            raise ParameterError("handle", "give one of prompt, messages and handle")
+        if self.handle is not None:
+            fixed = sorted(name for name in self.model_fields_set - _WITH_HANDLE if getattr(self, name) is not None)
+            if fixed:
+                raise ParameterError(fixed[0], "was fixed when the handle's response began")
+
+
+@router.post("/v1/thinkfold/partial")
+async def partial(request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    engine = state.slot.require()
+    body = await read_body(request, PartialRequest, state.options.max_body_bytes)
+    body.check()
+    controls, name = controllable(engine), f"part-{uuid.uuid4().hex}"
+    model, namespace = check_model(engine, body.model), owned(request, body.namespace)
+    if body.handle is not None:
+        until = body.until.until() if body.until else None
+        outputs = controls.extend(
+            body.handle,
+            until,
+            n=body.n or 1,
+            temperature=body.temperature,
+            seed=body.seed,
+            request_id=name,
+            namespace=namespace,
+        )
+    else:
+        outputs = await asyncio.to_thread(_begin, state, engine, controls, body, name, namespace)
+    reply, ends = await _read(request, state, outputs, body.n or 1)
+    choices = [_choice(reply, news) for _, news in sorted(ends.items())]
+    costs = reply.costs()
+    usage = {
+        "prompt_tokens": costs.prompt_tokens,
+        "completion_tokens": costs.thinking_tokens + costs.answer_tokens,
+        "thinkfold": three_costs(costs),
+    }
+    return {"id": name, "object": "thinkfold.partial", "model": model, "choices": choices, "usage": usage}
+
+
+@router.delete("/v1/thinkfold/partial/{handle}")
+async def drop(request: Request, handle: str, cache_salt: str = "", prompt_cache_key: str = "") -> dict[str, Any]:
+    """Forget a handle. Its owner's labels are query parameters."""
+    controls = controllable(state_of(request).slot.require())
+    await controls.drop(handle, owned(request, namespace_of(cache_salt or None, prompt_cache_key or None)))
+    return {"handle": handle, "object": "thinkfold.handle", "deleted": True}
+
+
+def _begin(
+    state: ServerState, engine: Engine, controls: Controllable, body: PartialRequest, name: str, space: tuple[str, ...]
+) -> AsyncGenerator[RequestOutput, None]:
+    """Everything that takes time before the engine: checks, template, tokens."""
+    sampling = body.sampling_params(state.slot.sampling_defaults, None)
+    sampling.check_vocabulary(engine.model.vocab_size)
+    thinking = body.thinking_params(enabled_by_default=engine.config.enable_thinking)
+    limit = engine.model.max_prompt_len
+    if body.messages is not None:
+        ids = engine.prompts.encode_chat(body.messages, enable_thinking=thinking.template_switch, limit=limit)
+    else:
+        prompt = body.prompt or ""
+        ids = engine.prompts.encode_text(prompt, limit=limit) if isinstance(prompt, str) else prompt
+    until = body.until.until() if body.until else None
+    return controls.generate(ids, sampling, thinking, body.fold_params(), request_id=name, namespace=space, until=until)
+
+
+async def _read(
+    request: Request, state: ServerState, outputs: AsyncGenerator[RequestOutput, None], n: int
+) -> tuple[Reply, dict[int, CompletionOutput]]:
+    """The whole reply, and each choice's last news; ends the request if the client goes away."""
+    lease = state.access.lease(request, n)
+    feed, reply, ends = Feed(request, [outputs]), Reply(1, n, keep_text=True), {}
+    try:
+        while not reply.finished:
+            item = await feed.next()
+            if item is not None:
+                lease.note(*item)
+                ends |= {news.index: news for _, news in reply.add(*item)}
+    finally:
+        lease.close()
+        await feed.close()
+    if reply.error is not None:
+        raise RequestFailedError(reply.error)
+    return reply, ends
+
+
+def _choice(reply: Reply, last: CompletionOutput) -> dict[str, Any]:
+    choice = reply.choices[last.index]
+    return {
+        "index": choice.index,
+        "reasoning": choice.reasoning,
+        "text": choice.text,
+        "phase": last.phase,
+        "output_tokens": last.num_output_tokens,
+        **choice.ending(),
+        "handle": None if last.handle is None else handle_data(last.handle),
+    }
