@@ -11,10 +11,10 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12)
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test check format reference bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install everything (once; again after pyproject.toml or constraints.txt change)
 
@@ -44,6 +44,9 @@ check: setup  ## format, lint, types, tests: what CI runs
 format: setup  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+reference: setup  ## rewrite docs/reference from the code
+	@$(BIN)/python scripts/reference.py
 
 bench: setup  ## one benchmark, `make bench BENCH=serve`; rows go to benchmarks/results
 	$(BIN)/thinkfold bench $(BENCH) --json

@@ -73,9 +73,13 @@ async def test_boards_alerts_and_docs_name_metrics_that_exist() -> None:
     for path in sorted(FOLDER.iterdir()):
         named = set(NAME.findall(path.read_text()))
         assert named and named <= known, (path.name, named - known)
-    listed = set(re.findall(r"^\| `(thinkfold_[a-z_]+)", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
+    pages = ROOT / "docs"
     families = {name for name in re.findall(r"# TYPE (\S+)", text) if not name.endswith("_created")}
-    assert listed == families
+    listed = re.findall(r"^\| `(thinkfold_[a-z_]+)", (pages / "reference" / "metrics.md").read_text(), re.MULTILINE)
+    assert set(listed) == families
+    for page in pages.rglob("*.md"):
+        named = set(re.findall(r"`(thinkfold_[a-z_]+)", page.read_text()))
+        assert named <= known | families, (page.name, named - known - families)
 
 
 def test_the_board_is_whole() -> None:

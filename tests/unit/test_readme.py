@@ -25,7 +25,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks/README.md",
-    *ROOT.glob("docs/*.md"),
+    *sorted(ROOT.glob("docs/**/*.md")),
 ]
 ADDRESS = "http://127.0.0.1:8000"
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -40,6 +40,13 @@ def commands(page: Path) -> list[list[str]]:
     """Every command line of a page's sh blocks, as words."""
     text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
     return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """What links into a page may point at: its headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 ALL_COMMANDS = [words for page in PAGES for words in commands(page)]
@@ -144,9 +151,11 @@ def test_the_tree_matches_the_disk() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    targets = {(page.parent / link if link else page, anchor) for link, anchor in links}
+    assert not [str(path) for path, _ in targets if not path.exists()]
+    lost = [(str(path), anchor) for path, anchor in targets if anchor and anchor not in anchors(path)]
+    assert not lost
 
 
 def test_files_named_in_pages_exist() -> None:

@@ -74,6 +74,7 @@ class ChatRequest(RequestFields):
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
+    """OpenAI chat completions."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, ChatRequest, state.options.max_body_bytes)

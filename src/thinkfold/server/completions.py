@@ -90,6 +90,7 @@ class CompletionShape:
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
+    """Raw text or token ids in, without a template."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, CompletionRequest, state.options.max_body_bytes)

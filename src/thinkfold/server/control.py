@@ -50,6 +50,7 @@ _FIELDS = {"set_budget": ("budget",), "inject": ("text", "token_ids"), "cancel":
 
 @router.post("/v1/thinkfold/responses/{response_id}/control")
 async def control(request: Request, response_id: str) -> dict[str, Any]:
+    """An order to a response that is being written."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, ControlRequest, state.options.max_body_bytes)

@@ -62,7 +62,7 @@ class ClientGoneError(Exception):
 
 
 # Error class -> status, type, code. The first match counts.
-_KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+KINDS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (CapacityError, 400, "invalid_request_error", "capacity_exceeded"),
     (UnsupportedError, 400, "invalid_request_error", "unsupported_value"),
     (ParameterError, 400, "invalid_request_error", "invalid_value"),
@@ -101,7 +101,7 @@ ErrorBody = Callable[[Failure], dict[str, Any]]
 
 def failure_of(error: Exception) -> Failure:
     """What clients are told of an error; unknown ones show no detail."""
-    for kind, status, type_, code in _KINDS:
+    for kind, status, type_, code in KINDS:
         if isinstance(error, kind):
             param = error.field if isinstance(error, ParameterError) else None
             return Failure(status, type_, _clean(str(error)), code, _clean(param) if param is not None else None)

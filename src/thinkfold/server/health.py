@@ -26,6 +26,7 @@ def condition(slot: EngineSlot) -> tuple[bool, bool, str]:
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
+    """200 while the process should live; pages of the KV pool."""
     slot = state_of(request).slot
     alive, _, reason = condition(slot)
     return _answer(alive, reason, {} if slot.engine is None else {"kv_pages": asdict(slot.engine.stats().kv_pages)})
@@ -33,6 +34,7 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
+    """200 while it should get traffic."""
     state = state_of(request)
     _, is_ready, reason = condition(state.slot)
     if state.access.draining:

@@ -169,5 +169,6 @@ def _labelled(
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
+    """Metrics as Prometheus text."""
     registry = request.app.state.thinkfold.metrics.registry
     return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)

@@ -18,6 +18,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
+    """The served model and what it can do."""
     card = _card(state_of(request).slot)
     page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
     return {"object": "list", "data": [card], **page}
@@ -25,6 +26,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
+    """One model; there is one."""
     slot = state_of(request).slot
     check_model(slot.require(), name)
     return _card(slot)

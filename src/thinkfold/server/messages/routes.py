@@ -23,6 +23,7 @@ router = APIRouter()
 
 @router.post("/v1/messages")
 async def messages(request: Request) -> Response:
+    """Anthropic Messages."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, MessagesRequest, state.options.max_body_bytes)
@@ -32,6 +33,7 @@ async def messages(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> dict[str, Any]:
+    """Tokens of the prompt that such a request would have."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, PromptFields, state.options.max_body_bytes)

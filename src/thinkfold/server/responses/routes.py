@@ -29,6 +29,7 @@ router = APIRouter()
 
 @router.post("/v1/responses")
 async def create(request: Request) -> Response:
+    """OpenAI Responses."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, ResponsesRequest, state.options.max_body_bytes)
@@ -40,6 +41,7 @@ async def create(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def show(request: Request, response_id: str) -> dict[str, Any]:
+    """A stored response."""
     for name in request.query_params:
         raise UnsupportedError(name, "is not supported by this server; a stored response is shown as it is")
     found = state_of(request).responses.get(tenant_of(request), response_id)
@@ -50,6 +52,7 @@ async def show(request: Request, response_id: str) -> dict[str, Any]:
 
 @router.delete("/v1/responses/{response_id}")
 async def delete(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a stored response."""
     if not state_of(request).responses.delete(tenant_of(request), response_id):
         raise ResponseNotFoundError(response_id)
     return {"id": response_id, "object": "response", "deleted": True}

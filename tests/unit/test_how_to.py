@@ -1,0 +1,83 @@
+"""How-tos: their settings are settings, their messages stand in the code, their numbers follow from it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from thinkfold.cli.paired import tango
+from thinkfold.cli.settings import resolve
+from thinkfold.fold.estimate import FoldShape
+from thinkfold.types import FOLD_PROFILES
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "how-to"
+PAGES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+@cache
+def texts_of_the_code() -> str:
+    """Every string of the package, those cut by a placeholder in pieces."""
+    found = []
+    for path in sorted((ROOT / "src" / "thinkfold").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\0".join(found)
+
+
+def messages() -> list[str]:
+    """What the troubleshooting page quotes: first columns, and what stands at the head of its lists."""
+    page = PAGES["troubleshooting"]
+    listed = re.findall(r"^- \*\*[^*]*?`([^`]*…[^`]*)`", page, re.MULTILINE)
+    return re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE) + listed
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_are_those_of_the_code(message: str) -> None:
+    pieces = [piece.strip(" :,?") for piece in message.split("…")]
+    missing = [piece for piece in pieces if piece and piece not in texts_of_the_code()]
+    assert any(pieces) and not missing
+
+
+def test_there_are_messages() -> None:
+    assert len(messages()) > 25
+
+
+def test_settings_files_are_valid(tmp_path: Path) -> None:
+    (text,) = blocks("serve-32b-on-one-card", "toml")
+    (tmp_path / "serve.toml").write_text(text)
+    settings = resolve(argparse.Namespace(config=str(tmp_path / "serve.toml")), {})
+    assert settings.engine.kv_cache_dtype == "fp8_e4m3"
+
+
+def test_the_room_of_a_32b_model() -> None:
+    page = PAGES["serve-32b-on-one-card"]
+    heads, dim, prompt, thinking, pool = 64 * 8, 128, 2_000, 32_000, 10e9
+    raw, fp8 = heads * 2 * dim * 2, heads * (2 * dim + 2 * 2)
+    assert (raw, fp8) == (256 * 1024, 130 * 1024)
+    numbers = FOLD_PROFILES["default"]
+    peak = prompt + FoldShape.most(numbers).entries(numbers, thinking)
+    assert f"peak of {round(peak, -2):,.0f} entries" in page
+    for tokens, held in ((pool / raw, prompt + thinking), (pool / fp8, prompt + thinking), (pool / fp8, peak)):
+        assert re.search(rf"\| {tokens // 1000:.0f},000 \| {tokens // held:.0f} \|", page), (tokens, held)
+
+
+def test_data_and_bounds_of_an_eval() -> None:
+    (line,) = blocks("check-your-own-data", "json")
+    assert set(json.loads(line)) == {"question", "answer", "task"}
+    page = PAGES["check-your-own-data"]
+    low, high = tango(5, 3, 400)
+    assert f"lower 95 % bound {100 * low:+.2f}, upper {100 * high:+.2f}" in page
+    for n, width in ((400, "1.7"), (1500, "0.8")):
+        assert f"{100 * tango(n // 100, n // 100, n)[1]:.1f}" == width and width in page
