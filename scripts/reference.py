@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, SimpleNamespace
@@ -20,30 +22,16 @@ from thinkfold.config import EngineConfig
 from thinkfold.engine.messages import EngineStats
 from thinkfold.fold import selectors
 from thinkfold.kv.pages import PageClass
-from thinkfold.server.app import build_app
-from thinkfold.server.chat import ChatRequest
-from thinkfold.server.completions import CompletionRequest
-from thinkfold.server.contract import Engine, EngineSlot
-from thinkfold.server.control import ControlRequest
+from thinkfold.server import app
+from thinkfold.server.contract import EngineSlot
 from thinkfold.server.errors import KINDS
 from thinkfold.server.folds import ThinkfoldFields
-from thinkfold.server.messages.fields import MessagesRequest, PromptFields
 from thinkfold.server.metrics import ServerMetrics
-from thinkfold.server.responses.fields import ResponsesRequest
 from thinkfold.thinking.specs import SPECS
 from thinkfold.types import EFFORT_BUDGETS, FOLD_PROFILES, AtAnswer, FinishReason, FoldMode, ThinkingEndReason
 
 OUT = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by scripts/reference.py (`make reference`) from the code; a test compares. Do not edit. -->"
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": PromptFields,
-    "/v1/responses": ResponsesRequest,
-    "/v1/thinkfold/responses/{response_id}/control": ControlRequest,
-}
-NO_BODY = {"/admin/drain"}
 VALUES: dict[str, Iterable[object]] = {  # of texts that are checked behind the body
     "thinkfold.fold.policy": FoldMode,
     "thinkfold.fold.profile": FOLD_PROFILES,
@@ -232,8 +220,10 @@ def _families() -> list[tuple[str, str, str, str]]:
 
 
 def api() -> str:
-    bodies = [_model(model, f"### {path}") for path, model in BODIES.items()]
-    nested = [_model(model, f"### {_title(model)}") for model in _nested(BODIES.values())]
+    models = {path: model for _, path, endpoint in _routes() if (model := _body(endpoint))}
+    bodies = [_model(model, f"### {path}") for path, model in models.items()]
+    nested = [_model(model, f"### {_title(model)}") for model in _nested(models.values())]
+    routes = [(f"`{method}`", f"`{path}`", _first(endpoint.__doc__)) for method, path, endpoint in _routes()]
     errors = [(status, f"`{name}`", type_, _doc(kind)) for kind, status, type_, name in KINDS if name]
     return f"""# HTTP API
 
@@ -241,7 +231,7 @@ Every route, every field and every error. [API](../api.md) says what they mean a
 
 ## Routes
 
-{table(["method", "path", ""], _routes())}
+{table(["method", "path", ""], routes)}
 
 ## Request bodies
 
@@ -267,17 +257,18 @@ In every body that generates: `"thinkfold": {{"fold": {{"policy": "eager"}}, "ev
 """
 
 
-def _routes() -> list[tuple[str, str, str]]:
-    async def never() -> Engine:
-        raise NotImplementedError
+def _routes() -> list[tuple[str, str, Any]]:
+    """Method, path and function of every route."""
+    routers = [part.router for part in vars(app).values() if inspect.ismodule(part) and hasattr(part, "router")]
+    routes = [route for router in routers for route in router.routes]
+    found = [(method, route.path, route.endpoint) for route in routes for method in route.methods]
+    return sorted(found, key=lambda route: (route[1], route[0]))
 
-    rows = []
-    for path, methods in build_app(start=never).openapi()["paths"].items():
-        for method, operation in methods.items():
-            if method == "post" and path not in {*BODIES, *NO_BODY}:
-                raise KeyError(f"{path} needs an entry in BODIES or NO_BODY")
-            rows.append((f"`{method.upper()}`", f"`{path}`", operation.get("description", "")))
-    return rows
+
+def _body(endpoint: Any) -> type[BaseModel] | None:
+    """The model that a route reads its body with."""
+    found = re.search(r"read_body\(\s*request, (\w+)", inspect.getsource(endpoint))
+    return endpoint.__globals__[found[1]] if found else None
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -329,8 +320,11 @@ def _title(model: type[BaseModel]) -> str:
 
 def _doc(cls: type) -> str:
     """The first paragraph of a class's own docstring."""
-    text = cls.__dict__.get("__doc__") or ""
-    return " ".join(text.split("\n\n")[0].split()) if not is_dataclass(cls) else ""
+    return _first(cls.__dict__.get("__doc__"))
+
+
+def _first(doc: str | None) -> str:
+    return " ".join((doc or "").split("\n\n")[0].split())
 
 
 _WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "object", Any: "anything"}

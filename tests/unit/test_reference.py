@@ -25,6 +25,11 @@ def test_nothing_else_lies_there() -> None:
     assert {path.name for path in reference.OUT.iterdir()} == set(PAGES)
 
 
+def test_every_route_says_what_it_is() -> None:
+    silent = re.findall(r"^\| `(?:GET|POST|DELETE)` \| `([^`]+)` \|  \|$", PAGES["api.md"], re.MULTILINE)
+    assert not silent, "give the route's function a docstring"
+
+
 def test_every_setting_has_a_meaning() -> None:
     bare = re.findall(r"^\| `(\w+)` \|.*\| \.? ?\|$", PAGES["config.md"], re.MULTILINE)
     assert not bare

@@ -60,6 +60,7 @@ class PartialRequest(RequestFields):
 
 @router.post("/v1/thinkfold/partial")
 async def partial(request: Request) -> dict[str, Any]:
+    """A part of a response, and a handle to go on from."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, PartialRequest, state.options.max_body_bytes)
