@@ -16,11 +16,11 @@ from torch import Tensor
 from thinkfold.attention.padding import (
     LENGTH_ALIGN,
     MAX_EXTRA,
-    MIN_ROWS,
     additive_mask,
     first_entry,
     padded,
     rounded_up,
+    row_multiple,
 )
 
 # Gathered keys and values of one group of decode rows should stay inside a CPU's last-level cache;
@@ -55,7 +55,7 @@ class Gather(NamedTuple):
     `[n * Hkv * length]` behind a row's end; `mask` `[n, 1, 1, length]` is 0 where a row's last
     query sees and -inf elsewhere; `tokens` `[n]` are the rows' first tokens; `queries`
     `[n * Hkv * M]` are rows of q seen as `[T * Hq, D]`: the heads of each KV head, its last one
-    repeated up to a multiple of `MIN_ROWS`.
+    repeated up to a multiple of `row_multiple`.
     """
 
     rows: list[Row]
@@ -75,6 +75,7 @@ class _Layout(NamedTuple):
     num_heads: int
     page_size: int
     group: int
+    group_rows: int  # with padding
     entry_bytes: int
     window: int
     dtype: torch.dtype
@@ -122,7 +123,8 @@ def plan_for(
     _, num_layers, num_heads, _, page_size, head_dim = kv.shape
     entry_bytes = 2 * num_heads * head_dim * q.element_size()
     group = q.shape[1] // num_heads
-    layout = _Layout(q.shape[0], num_layers, num_heads, page_size, group, entry_bytes, window, q.dtype, kv.device)
+    shape = (q.shape[0], num_layers, num_heads, page_size, group, group + -group % row_multiple(head_dim))
+    layout = _Layout(*shape, entry_bytes, window, q.dtype, kv.device)
     memo: dict[int, GatherPlan] = getattr(kv, _MEMO, {})
     lengths = [cu_seqlens_q.tolist(), kv_lens.tolist(), summaries]
     known = memo.get(window)
@@ -238,7 +240,7 @@ def _gather(rows: list[Row], table: NDArray[np.int32], layout: _Layout, extra: i
     heads = np.arange(0, 2 * num_heads, 2)[:, None]
     np.add((pages * (layout.num_layers * 2 * num_heads))[:, None], heads, out=blocks[0])
     np.add(blocks[0], 1, out=blocks[1])
-    padded_group = np.minimum(np.arange(layout.group + -layout.group % MIN_ROWS), layout.group - 1)
+    padded_group = np.minimum(np.arange(layout.group_rows), layout.group - 1)
     queries = (np.arange(num_heads)[:, None] * layout.group + padded_group).reshape(-1)
     device, nothing = layout.device, torch.empty(0)
     gather = Gather(

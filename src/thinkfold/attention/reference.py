@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinkfold.attention import memory
 from thinkfold.attention.gather_plan import Gather, GatherPlan, Row, plan_for
-from thinkfold.attention.padding import MIN_ROWS, additive_mask, first_entry, padded
+from thinkfold.attention.padding import additive_mask, first_entry, padded, row_multiple
 from thinkfold.attention.summary_plan import SummaryPiece, summary_plan
 
 QUERY_BLOCK = 256
@@ -173,7 +173,7 @@ def _prefill(
 ) -> None:
     """One row of several tokens: its context is gathered once, its queries go in blocks."""
     _, _, num_heads, _, head_dim = context.shape
-    group = q.shape[1] // num_heads
+    group, multiple = q.shape[1] // num_heads, row_multiple(head_dim)
     ahead = 0 if summary is None else summary.shape[3]
     start = row.kv_len - row.q_len  # stored entries before the first query
     context = context[:, 0, :, None].expand(-1, -1, group, -1, -1)
@@ -181,7 +181,7 @@ def _prefill(
         n = min(QUERY_BLOCK, row.q_len - lo)
         first = first_entry(start + lo, window)
         length = padded(ahead + start + lo + n - first)
-        index = torch.arange(start + lo, start + lo + n + -n % MIN_ROWS, device=q.device)[:, None]
+        index = torch.arange(start + lo, start + lo + n + -n % multiple, device=q.device)[:, None]
         entries = torch.arange(first, first + length - ahead, device=q.device)[None, :]
         hidden = entries > index
         if window > 0:
@@ -192,8 +192,8 @@ def _prefill(
             mask = torch.cat([summary.transpose(0, 1).expand(shape), mask.expand(shape)], dim=3)
         tokens = slice(row.start + lo, row.start + lo + n)
         queries = q[tokens].view(n, num_heads, group, head_dim).permute(1, 2, 0, 3)
-        if n % MIN_ROWS:
-            queries = torch.nn.functional.pad(queries, (0, 0, 0, -n % MIN_ROWS))
+        if n % multiple:
+            queries = torch.nn.functional.pad(queries, (0, 0, 0, -n % multiple))
         keys, values = context[:, :, :, first - row.first : first - row.first + length]
         o, row_lse = _attend(queries, keys, values, mask, scale)
         out[tokens] = o[:, :, :n].permute(2, 0, 1, 3).reshape(n, -1, head_dim)
