@@ -3,12 +3,15 @@
 import asyncio
 
 import pytest
+import torch
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
+from thinkfold.runner.storage import page_bytes
 from thinkfold.types import SamplingParams, ThinkingParams
 
+PAGE = page_bytes(8, 2, 16, 64, torch.float32, bias=True)  # Pebble's
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
 QUESTIONS = ["What is 12 * 3?", "Name a town. " * 9, "x", "Sort 3 1 2 please, and then sort it again. " * 4]
 
@@ -56,8 +59,7 @@ async def test_one_step_ahead_changes_nothing(alone):
 
 
 async def test_preemption_changes_nothing(alone):
-    page = 16 * 2 * 2 * 8 * 64 * 4
-    squeezed, stats = await answers(config(kv_cache_bytes=10 * page, admission="greedy"), together=True)
+    squeezed, stats = await answers(config(kv_cache_bytes=10 * PAGE, admission="greedy"), together=True)
     assert stats.preemptions > 0
     assert squeezed == alone
 
@@ -72,7 +74,7 @@ async def test_case_34_choice_0_is_the_single_run_and_choices_repeat(alone):
 
 async def test_case_37_a_prefix_hit_equals_a_cold_run(alone):
     """Prompts around page borders, cold and hot, with neighbours, after the pool was recycled."""
-    engine = await AsyncEngine.start(config(kv_cache_bytes=40 * 131072))
+    engine = await AsyncEngine.start(config(kv_cache_bytes=40 * PAGE))
     greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0)
     try:
         for length in (15, 16, 17, 32, 33):

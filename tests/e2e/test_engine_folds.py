@@ -3,18 +3,20 @@
 import asyncio
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
 from thinkfold.pebble import pebble_path
+from thinkfold.runner.storage import page_bytes
 from thinkfold.types import FOLD_PROFILES, FoldParams, FoldProfile, SamplingParams, ThinkingParams
 
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
 QUESTIONS = ["What is 12 * 3?", "Name a town. " * 9, "x"]
 THINK = AutoTokenizer.from_pretrained(pebble_path()).convert_tokens_to_ids("<think>")
-PAGE_BYTES = 16 * 2 * 2 * 8 * 64 * 4
+PAGE_BYTES = page_bytes(8, 2, 16, 64, torch.float32, bias=True)  # Pebble's
 
 
 @pytest.fixture(scope="module", autouse=True)
