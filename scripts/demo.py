@@ -29,11 +29,10 @@ from thinkfold.pebble.suites import problem_at
 
 READY_SECONDS = 120
 ANSWER_SECONDS = 300
-MAX_TOKENS = 6_000
 SUITE = "long"
 QUESTION = 3
 POOL_ENTRIES = 1024  # a whole number of pages
-ENTRY_BYTES = 2 * 8 * 2 * 64 * 4  # of Pebble in fp32: K and V, 8 layers, 2 KV heads of 64
+ENTRY_BYTES = 8 * 2 * (2 * 64 + 1) * 4  # of Pebble in fp32: 8 layers, 2 KV heads of 64, K, V and a mass bias
 
 
 class DemoError(Exception):
@@ -110,7 +109,6 @@ def ask(address: str, problem: Problem, fold: str, screen: Screen | None = None)
         model=model,
         messages=[{"role": "user", "content": problem.question}],
         temperature=0,
-        max_tokens=MAX_TOKENS,
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"thinkfold": {"fold": {"policy": fold}, "events": True}},
