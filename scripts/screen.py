@@ -45,7 +45,6 @@ class Screen:
     def fold(self, fold: dict[str, Any]) -> None:
         """Show that a span of thinking was folded."""
         self.end_thinking()
-        self._blank = True
         self.folds += not fold["refused"]
         span = f"thinking tokens {fold['start']}–{fold['end']}"
         error = "" if fold["error"] is None else f", estimated error {fold['error']:.2f}"
