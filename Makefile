@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?= serve
+WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -33,13 +34,13 @@ demo: setup  ## start a server, ask the embedded reasoner one question, watch it
 	@$(BIN)/python scripts/demo.py
 
 test: setup  ## all tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 check: setup  ## format, lint, types, tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 format: setup  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff format .
