@@ -20,6 +20,7 @@ from thinkfold.server.access.keys import ApiKey, KeyTable, load_keys
 from thinkfold.server.access.quotas import Bucket, Quotas
 from thinkfold.server.app import build_app
 from thinkfold.server.state import ServerOptions
+from thinkfold.server.ui.routes import PATHS as PAGE
 
 RIGHT, ADMIN, WRONG = "right-key-0123456789", "admin-key-0123456789", "wrong-key-0123456789"
 BODY = chat_body(max_tokens=5)
@@ -62,7 +63,7 @@ def all_routes() -> list[tuple[str, str]]:
             methods = {*(getattr(route, "methods", None) or {"GET"}), "OPTIONS", "HEAD"}
             found += [(method, route.path) for method in sorted(methods)]
     assert {("POST", "/v1/chat/completions"), ("GET", "/metrics"), ("GET", "/admin/keys")} < set(found)
-    odd = ["/v1/models/", "//v1/models", "/V1/models", "/models", "/health/", "//health", "/Health", "/ready/x", "/"]
+    odd = ["/v1/models/", "//v1/models", "/V1/models", "/models", "/health/", "//health", "/Health", "/ready/x", "/ui"]
     return [*found, *(("GET", path) for path in odd), ("POST", "/health"), ("OPTIONS", "/health")]
 
 
@@ -71,8 +72,8 @@ async def test_case_62_every_route_denies_without_a_key(method: str, path: str) 
     engine = ScriptedEngine()
     async with guarded(Access(TABLE), engine) as client:
         for headers in ({}, bearer(WRONG), {"x-api-key": WRONG}, {"Authorization": f"Basic {RIGHT}"}, bearer("")):
-            reply = await client.request(method, path, headers=headers)
-            if method in ("GET", "HEAD") and path in ("/health", "/ready"):
+            reply = await client.request(method, f"http://test{path}", headers=headers)
+            if method in ("GET", "HEAD") and path in ("/health", "/ready", *PAGE):
                 assert reply.status_code != 401
                 continue
             assert reply.status_code == 401, (headers, reply.text)
@@ -80,7 +81,7 @@ async def test_case_62_every_route_denies_without_a_key(method: str, path: str) 
             if method != "HEAD":
                 assert reply.json()["error"]["type"] == "authentication_error" and WRONG not in reply.text
         for headers in (bearer(RIGHT), {"Authorization": f"bearer {RIGHT}"}, {"x-api-key": RIGHT}):
-            reply = await client.request(method, path, headers=headers)
+            reply = await client.request(method, f"http://test{path}", headers=headers)
             assert reply.status_code == 403 if path.startswith("/admin") else reply.status_code not in (401, 403)
     assert not engine.calls
 

@@ -70,6 +70,7 @@ def server_options(settings: ServeSettings) -> ServerOptions:
         response_ttl_s=settings.response_ttl_s,
         keyring=Keyring.from_file(settings.secret_file) if settings.secret_file else Keyring(),
         cors_origins=settings.cors_origins,
+        page=settings.page,
     )
 
 

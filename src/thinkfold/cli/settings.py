@@ -29,6 +29,7 @@ class ServeSettings:
     `api_keys_file` is a TOML file of hashed API keys (see docs/operations.md); with keys every route needs one.
     `open_routes` answer GET without a key.
     `cors_origins` are the origins whose pages may call; none by default.
+    `page` serves the playground and the engine view at `/`; its files need no key, what they show does.
     `max_body_bytes` bounds a request's body.
     `max_header_bytes` bounds a request's headers.
     `drain_s` is how long running requests may go on after a signal, before they get a final error.
@@ -42,6 +43,7 @@ class ServeSettings:
     api_keys_file: str | None = None
     open_routes: tuple[str, ...] = ("/health", "/ready")
     cors_origins: tuple[str, ...] = ()
+    page: bool = True
     max_body_bytes: int = 64 * 1024 * 1024
     max_header_bytes: int = 32 * 1024
     drain_s: float = 10.0

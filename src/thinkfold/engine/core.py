@@ -242,6 +242,7 @@ class EngineCore:
             return
         self._note(running, branch, result, index, phase)
         branch.token_ids.append(verdict.token_id)
+        self._stats.generated_tokens += 1
         if verdict.inject or verdict.redraw or verdict.token_id != token:
             position = len(branch.token_ids) - 1
             branch.token_ids += verdict.inject

@@ -13,6 +13,8 @@ def counters(scheduler: Scheduler) -> dict[str, Any]:
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "pages_by_class": {str(c): n for c, n in scheduler.kv.usage().items()},
+        "host_pages": scheduler.kv.host_pages,
+        "host_pages_used": scheduler.kv.host_usage(),
         "preemptions": scheduler.num_preemptions,
         "pressure": dict(scheduler.pressure),
         "swaps": scheduler.pressure["swap"] + scheduler.folds.totals["offloads"],

@@ -52,14 +52,17 @@ class EngineStats:
 
     `pressure` counts how often each rung of the pressure ladder was taken, by its name; `swaps`
     counts moves of a branch's or an answer's thinking KV to host memory; `kv_byte_seconds` and the
-    tokens grow when a request ends.
+    tokens grow when a request ends, `generated_tokens` with every step.
     """
 
     running: int = 0
     waiting: int = 0
     pages_total: int = 0
     pages_by_class: dict[str, int] = field(default_factory=dict)
+    host_pages: int = 0
+    host_pages_used: int = 0
     steps: int = 0
+    generated_tokens: int = 0
     preemptions: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0

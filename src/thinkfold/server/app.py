@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from thinkfold.server import chat, completions, control, errors, health, metrics, models, partial
+from thinkfold.server import chat, completions, control, engine_view, errors, health, metrics, models, partial
 from thinkfold.server.access import admin
 from thinkfold.server.access.gate import Access, Gate
 from thinkfold.server.contract import Engine, EngineSlot
@@ -18,6 +18,7 @@ from thinkfold.server.metrics import ServerMetrics
 from thinkfold.server.responses import routes as response_routes
 from thinkfold.server.responses.store import ResponseStore
 from thinkfold.server.state import ServerOptions, ServerState
+from thinkfold.server.ui import routes as page
 
 
 def build_app(
@@ -51,11 +52,16 @@ def build_app(
     responses = ResponseStore(options.response_store_bytes, options.response_ttl_s)
     access = access or Access()
     app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access)
-    for module in (chat, completions, messages, response_routes, control, partial, models, health, metrics, admin):
+    apis = (chat, completions, messages, response_routes, control, partial, models)
+    for module in (*apis, health, metrics, engine_view, admin):
         app.include_router(module.router)
+    if options.page:
+        app.include_router(page.router)
     bodies = {"/v1/messages": messages_error}
     errors.install(app, bodies)
-    app.add_middleware(Gate, access=access, answer=errors.refusal(app, bodies))
+    app.add_middleware(
+        Gate, access=access, answer=errors.refusal(app, bodies), public=page.PATHS if options.page else ()
+    )
     if options.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=options.cors_origins, allow_methods=["*"], allow_headers=["*"])
     return app

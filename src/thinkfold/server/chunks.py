@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from thinkfold.server.errors import failure_of, openai_body
-from thinkfold.server.folds import EVENT
-from thinkfold.server.generation import Job
+from thinkfold.server.generation import Job, Told
 from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.streaming import DONE, KEEP_ALIVE, event
 from thinkfold.types import CompletionOutput
@@ -62,12 +61,12 @@ class ChunkWriter:
             if opening is not None:
                 yield self._chunk([opening])
 
-    def news(self, choice: Choice, news: CompletionOutput, folds: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    def news(self, choice: Choice, news: CompletionOutput, told: Sequence[Told]) -> Iterator[bytes]:
+        so_far = {"thinkfold": {"output_tokens": news.num_output_tokens}} if self._job.events else {}
         for delta in self._shape.deltas(choice, news):
-            yield self._chunk([delta])
-        for data in folds:
-            if self._job.events:
-                yield self._chunk([], {"thinkfold": {"fold": data}}, EVENT)
+            yield self._chunk([delta], so_far)
+        for name, data in told:
+            yield self._chunk([], {"thinkfold": data}, name)
         # The last choice's end waits for the request's, so that costs can go with it.
         if choice.finish_reason is not None and len(self._open) > 1 and choice.index in self._open:
             self._open.discard(choice.index)

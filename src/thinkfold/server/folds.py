@@ -15,6 +15,7 @@ from thinkfold.server.errors import renamed
 from thinkfold.types import Fold, FoldParams, Segment
 
 EVENT = "thinkfold.fold"
+SEGMENT_EVENT = "thinkfold.segment"
 FIELD_NAMES = {"fold": "thinkfold.fold"}  # the engine's name of a field -> the client's
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class FoldFields(StrictModel):
 
 
 class ThinkfoldFields(StrictModel):
-    """Our own object in a body. `events` asks a stream for one event a fold."""
+    """Our own object in a body. `events` asks a stream for one event a segment and a fold."""
 
     fold: FoldFields | None = None
     events: bool | None = None
@@ -64,6 +65,11 @@ def fold_data(choice: int, fold: Fold, segments: Sequence[Segment]) -> dict[str,
         "error": None if math.isnan(fold.error) else fold.error,
         "refused": fold.refused,
     }
+
+
+def segment_data(choice: int, segment: Segment) -> dict[str, Any]:
+    """A finished segment as JSON."""
+    return {"choice": choice, "id": segment.id, "start": segment.start, "end": segment.end}
 
 
 def log_fold(request_id: str, data: dict[str, Any]) -> None:

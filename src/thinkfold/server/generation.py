@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -16,7 +16,7 @@ from thinkfold.server.access.quotas import Lease
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import ClientGoneError, renamed
 from thinkfold.server.feed import Feed
-from thinkfold.server.folds import fold_data, log_fold
+from thinkfold.server.folds import EVENT, SEGMENT_EVENT, fold_data, log_fold, segment_data
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.state import owned, state_of
@@ -24,6 +24,13 @@ from thinkfold.server.streaming import EventStream
 from thinkfold.types import CompletionOutput, FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
 logger = logging.getLogger(__name__)
+
+
+class Told(NamedTuple):
+    """An event of our own on a stream."""
+
+    name: str
+    data: dict[str, Any]
 
 
 class Writer(Protocol):
@@ -40,8 +47,8 @@ class Writer(Protocol):
         """Events before any output."""
         ...
 
-    def news(self, choice: Choice, news: CompletionOutput, folds: Sequence[dict[str, Any]]) -> Iterable[bytes]:
-        """Events for the news of one choice."""
+    def news(self, choice: Choice, news: CompletionOutput, told: Sequence[Told]) -> Iterable[bytes]:
+        """Events for the news of one choice; `told` are our own."""
         ...
 
     def end(self, reply: Reply) -> Iterable[bytes]:
@@ -55,7 +62,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate, and how to send it. `events`: tell a stream's client each fold."""
+    """What to generate, and how to send it. `events`: tell a stream's client each segment and fold."""
 
     response_id: str
     model: str
@@ -116,12 +123,15 @@ async def _generate(
             raise renamed(error, job.names) from None
 
 
-def _folds(job: Job, choice: Choice, news: CompletionOutput) -> list[dict[str, Any]]:
-    """The folds of a choice's news as JSON, each with its line in the log."""
+def _told(job: Job, choice: Choice, news: CompletionOutput) -> list[Told]:
+    """Segments and folds of a choice's news, if the client asked for them; each fold gets its line in the log."""
     folds = [fold_data(choice.index, fold, choice.segments) for fold in news.folds]
     for data in folds:
         log_fold(job.response_id, data)
-    return folds
+    if not job.events:
+        return []
+    segments = [Told(SEGMENT_EVENT, {"segment": segment_data(choice.index, each)}) for each in news.segments]
+    return segments + [Told(EVENT, {"fold": data}) for data in folds]
 
 
 async def _whole(feed: Feed, job: Job, writer: Writer, timer: RequestTimer) -> dict[str, Any]:
@@ -131,7 +141,7 @@ async def _whole(feed: Feed, job: Job, writer: Writer, timer: RequestTimer) -> d
         if item is not None:
             timer.observe(item[1])
             for choice, news in reply.add(*item):
-                _folds(job, choice, news)
+                _told(job, choice, news)
     if reply.error is not None:
         raise RequestFailedError(reply.error)
     timer.finish(reply.longest)
@@ -157,7 +167,7 @@ async def _events(
             else:
                 timer.observe(item[1])
                 for choice, news in reply.add(*item):
-                    for data in writer.news(choice, news, _folds(job, choice, news)):
+                    for data in writer.news(choice, news, _told(job, choice, news)):
                         yield data
             if reply.finished:
                 break

@@ -28,9 +28,12 @@ _GAUGES = {
     "waiting": "Requests in the queue",
     "handles": "Kept states of branches",
     "pages_total": "Pages of the KV pool",
+    "host_pages": "Pages of the host tier",
+    "host_pages_used": "Pages of the host tier that hold something",
 }
 _COUNTERS = {
     "steps": "Engine steps",
+    "generated_tokens": "Tokens drawn, counted as they come",
     "preemptions": "Forced preemptions",
     "prefix_queried_tokens": "Prompt tokens looked up in the prefix cache",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache",

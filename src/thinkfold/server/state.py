@@ -18,7 +18,7 @@ class ServerOptions:
     """Limits of the HTTP side. `keepalive_s`: silence after which a stream sends a sign of life.
 
     Finished responses are stored for `response_ttl_s` seconds since they were last used; with 0 bytes
-    none are. `cors_origins` are the origins whose pages may call; none by default.
+    none are. `cors_origins` are the origins whose pages may call; none by default. `page` serves ours at `/`.
     """
 
     max_body_bytes: int = 64 * 1024 * 1024
@@ -28,6 +28,7 @@ class ServerOptions:
     response_ttl_s: float = 3600.0
     keyring: Keyring = field(default_factory=Keyring)
     cors_origins: tuple[str, ...] = ()
+    page: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from fastapi import Request, Response
@@ -34,10 +34,21 @@ class Access:
 
 
 class Gate:
-    """ASGI middleware. `answer(path, error)` writes a refusal in the shape of the path's API."""
+    """ASGI middleware. `answer(path, error)` writes a refusal in the shape of the path's API.
 
-    def __init__(self, app: ASGIApp, *, access: Access, answer: Callable[[str, ThinkfoldError], Response]) -> None:
+    `public` are paths of files that hold nothing of anybody: a browser gets them without a key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        answer: Callable[[str, ThinkfoldError], Response],
+        public: Collection[str] = (),
+    ) -> None:
         self._app = app
+        self._public = frozenset(public)
         self._access = access
         self._answer = answer
 
@@ -58,7 +69,7 @@ class Gate:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size > access.max_header_bytes:
             raise HeadersTooLargeError(f"the headers are larger than {access.max_header_bytes} bytes")
-        if scope["method"] in ("GET", "HEAD") and path in access.open_routes:
+        if scope["method"] in ("GET", "HEAD") and (path in self._public or path in access.open_routes):
             return
         is_admin = f"{path}/".startswith(f"{ADMIN}/")
         if access.keys is not None:

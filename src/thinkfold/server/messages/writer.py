@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thinkfold.server.errors import failure_of
-from thinkfold.server.folds import EVENT
-from thinkfold.server.generation import Job
+from thinkfold.server.generation import Job, Told
 from thinkfold.server.messages.blocks import ThinkingSeal, content_of
 from thinkfold.server.messages.errors import error_body
 from thinkfold.server.reply import Choice, Reply, three_costs
@@ -47,14 +46,13 @@ class MessageWriter:
         message = {**self._head([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=message)
 
-    def news(self, choice: Choice, news: CompletionOutput, folds: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    def news(self, choice: Choice, news: CompletionOutput, told: Sequence[Told]) -> Iterator[bytes]:
         for phase, text in ((Phase.THINKING, news.reasoning), (Phase.ANSWER, news.text)):
             if text:
                 yield from self._turn_to(phase)
                 yield from self._delta(phase, text)
-        for data in folds:
-            if self._job.events:
-                yield _event(EVENT, thinkfold={"fold": data})
+        for name, data in told:
+            yield _event(name, thinkfold=data)
 
     def end(self, reply: Reply) -> Iterator[bytes]:
         yield from self._turn_to(None)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinkfold.server.errors import failure_of
-from thinkfold.server.folds import EVENT
-from thinkfold.server.generation import Job
+from thinkfold.server.generation import Job, Told
 from thinkfold.server.logprobs import TokenBytes, chat_logprobs
 from thinkfold.server.reply import Choice, Reply, three_costs
 from thinkfold.server.responses.items import ReasoningSeal, message_item, reasoning_item, reasoning_part, text_part
@@ -67,7 +66,7 @@ class ResponseWriter:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
-    def news(self, choice: Choice, news: CompletionOutput, folds: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    def news(self, choice: Choice, news: CompletionOutput, told: Sequence[Told]) -> Iterator[bytes]:
         answers = [item for item in news.logprobs if item.phase is Phase.ANSWER]
         for phase, text in ((Phase.THINKING, news.reasoning), (Phase.ANSWER, news.text)):
             if text:
@@ -76,9 +75,8 @@ class ResponseWriter:
                 self._take(answers)
             if text and self._open is not None:
                 yield self._delta(self._open, text)
-        for data in folds:
-            if self._job.events:
-                yield self._event(EVENT, thinkfold={"fold": data})
+        for name, data in told:
+            yield self._event(name, thinkfold=data)
 
     def end(self, reply: Reply) -> Iterator[bytes]:
         item_status, status = _status(reply.choices[0])

@@ -1,0 +1,61 @@
+"""`/v1/thinkfold/engine`: the engine of this moment as one small JSON object, for the page and `thinkfold top`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from thinkfold.engine.messages import EngineStats, ModelInfo
+from thinkfold.server.fields import check_model
+from thinkfold.server.health import condition
+from thinkfold.server.state import state_of
+
+router = APIRouter()
+
+_TOTALS = (
+    "steps",
+    "generated_tokens",
+    "thinking_tokens",
+    "answer_tokens",
+    "discarded_tokens",
+    "recomputed_tokens",
+    "kv_byte_seconds",
+)
+
+
+@router.get("/v1/thinkfold/engine")
+async def show_engine(request: Request) -> dict[str, Any]:
+    """Gauges of now and totals since the start. `clock_s` is the server's own clock: rates come from two answers."""
+    state = state_of(request)
+    engine = state.slot.require()
+    _, ready, reason = condition(state.slot)
+    stats = engine.stats()
+    return {
+        "object": "thinkfold.engine",
+        "model": check_model(engine, None),
+        "ready": ready and not state.access.draining,
+        "reason": reason or ("draining" if state.access.draining else ""),
+        "clock_s": time.monotonic(),
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "pages": _pages(stats, engine.model),
+        "prefix": {"queried_tokens": stats.prefix_queried_tokens, "hit_tokens": stats.prefix_hit_tokens},
+        "folds": {"done": stats.folds, "refused": stats.folds_refused, "tokens": stats.folded_tokens},
+        "pressure": stats.pressure,
+        "preemptions": stats.preemptions,
+        "totals": {name: getattr(stats, name) for name in _TOTALS},
+    }
+
+
+def _pages(stats: EngineStats, model: ModelInfo) -> dict[str, Any]:
+    """Pages of the pool by class, and of the host tier."""
+    return {
+        "total": stats.pages_total,
+        "free": stats.kv_pages.free,
+        "by_class": stats.pages_by_class,
+        "host": {"total": stats.host_pages, "used": stats.host_pages_used},
+        "page_size": model.page_size,
+        "page_bytes": model.page_bytes,
+    }
