@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 
 _FOLDER = Path(__file__).parent
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -23,26 +22,31 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_FILES = {
-    "/" if path.name == "index.html" else f"/ui/{path.name}": path
-    for path in sorted(_FOLDER.iterdir())
-    if path.suffix in _TYPES
-}
-PATHS = tuple(_FILES)
+_FILES = {path.name: path for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+_PAGE = "index.html"
+PATHS = ("/", *(f"/ui/{name}" for name in _FILES if name != _PAGE))
 
 router = APIRouter()
 
 
-def _server_of(path: Path) -> Callable[[Request], Awaitable[Response]]:
-    async def serve(request: Request) -> Response:
-        body = path.read_bytes()
-        headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"'}
-        if request.headers.get("if-none-match") == headers["ETag"]:
-            return Response(status_code=304, headers=headers)
-        return Response(body, media_type=_TYPES[path.suffix], headers=headers)
-
-    return serve
+@router.get("/")
+async def page(request: Request) -> Response:
+    """The page: playground and engine view."""
+    return _file(request, _PAGE)
 
 
-for _name, _path in _FILES.items():
-    router.add_api_route(_name, _server_of(_path), methods=["GET", "HEAD"])
+@router.get("/ui/{name}")
+async def file(request: Request, name: str) -> Response:
+    """A file of the page."""
+    if name not in _FILES or name == _PAGE:
+        raise HTTPException(404)
+    return _file(request, name)
+
+
+def _file(request: Request, name: str) -> Response:
+    path = _FILES[name]
+    body = path.read_bytes()
+    headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"'}
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type=_TYPES[path.suffix], headers=headers)
