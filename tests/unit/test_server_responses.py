@@ -200,7 +200,7 @@ class Controlled(ScriptedEngine):
 
     async def pause(self, *_: Any) -> None: ...
 
-    resume = cancel = end_thinking = set_budget = inject = fork = drop = pause
+    resume = cancel = end_thinking = set_budget = inject = fork = extend = drop = pause
 
 
 async def test_a_tenant_neither_sees_nor_opens_what_is_anothers() -> None:
