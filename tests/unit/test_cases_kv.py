@@ -66,6 +66,7 @@ def test_thinking_and_answers_are_never_published():
         "summary": 0,
         "answer": 0,
         "cached": len(ids(BARE_PROMPT)) // PAGE,
+        "pinned": 0,
     }
 
 

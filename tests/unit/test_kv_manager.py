@@ -105,8 +105,8 @@ def test_a_prefix_that_is_used_again_and_again_costs_no_more_memory():
     for _ in range(50):
         table, _ = fill(kv, TOKENS[:9])
         kv.free(table)
-    assert kv._radix is not None
-    assert len(kv._radix._idle_leaves) == 1
+
+    assert len(kv.prefixes._radix._idle_leaves) == 1
     kv.check_integrity([])
     kv.clear_cache()
     assert kv.num_available == 8

@@ -8,6 +8,7 @@ from typing import Protocol
 from thinkfold.control.parts import PartControl
 from thinkfold.engine.commands import Extend
 from thinkfold.engine.handles import Handles, Kept, position_of
+from thinkfold.engine.prefixes import Prefixes
 from thinkfold.engine.running import Running
 from thinkfold.errors import ConflictError
 from thinkfold.scheduler.branch import Branch, BranchStatus
@@ -23,6 +24,8 @@ class Requests(Protocol):
     def scheduler(self) -> Scheduler: ...
     @property
     def handles(self) -> Handles: ...
+    @property
+    def prefixes(self) -> Prefixes: ...
     def next_order(self) -> int:
         """Of arrival, for one more branch."""
         ...

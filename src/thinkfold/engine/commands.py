@@ -108,6 +108,34 @@ class Drop(Order):
     namespace: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill(Order):
+    """Compute a prefix before it is asked for and pin it under the name `request_id`, for `ttl_s` (None: for good).
+
+    `idle`: for a turn that may never come, so in idle steps only and given up first.
+    """
+
+    token_ids: tuple[int, ...]
+    namespace: tuple[str, ...]
+    owner: str = ""
+    idle: bool = False
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListPins(Order):
+    """What is pinned for an owner."""
+
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpin(Order):
+    """Let go of the owner's pin `request_id`."""
+
+    owner: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came of the order `call`: a value, or the error to raise."""

@@ -20,6 +20,7 @@ from thinkfold.engine.counters import counters
 from thinkfold.engine.handles import Handles
 from thinkfold.engine.messages import EngineStats
 from thinkfold.engine.orders import Orders
+from thinkfold.engine.prefixes import Prefixes
 from thinkfold.engine.running import Running, refusal
 from thinkfold.errors import NotFoundError, RequestFailedError
 from thinkfold.fold.planner import FoldPlanner
@@ -59,6 +60,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         max_handles: int = 64,
         handle_ttl_s: float = 300.0,
+        pin_share: float = 0.25,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -75,6 +77,7 @@ class EngineCore:
         self._touched: dict[str, Running] = {}  # what has news
         self._urgent = False
         self.handles = Handles(scheduler, make_control, clock, most=max_handles, ttl_s=handle_ttl_s)
+        self.prefixes = Prefixes(scheduler.kv, scheduler.ahead, clock, pin_share)
         self.orders = Orders(self)
         self._stats = EngineStats(pages_total=scheduler.kv.num_pages)
         self._reasons: Counter[str] = Counter()
@@ -88,7 +91,7 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         """Whether no step changes anything: paused requests change nothing by themselves."""
-        busy = self._inflight or self._scheduler.sides.branches
+        busy = self._inflight or self._scheduler.sides.branches or self._scheduler.ahead
         return not busy and all(running.idle for running in self._requests.values())
 
     @property
@@ -172,7 +175,7 @@ class EngineCore:
     @property
     def has_news(self) -> bool:
         """Whether `news` may have something to tell."""
-        return bool(self._outputs or self._touched)
+        return bool(self._outputs or self._touched or self.prefixes.answered)
 
     @property
     def urgent(self) -> bool:
@@ -193,6 +196,7 @@ class EngineCore:
         self._sweep_ended()
         self._sweep_folds()
         self.orders.probes.sweep()
+        self.prefixes.sweep()
         if plan is not None:
             self._inflight.append((plan, self._runner.launch(plan)))
         due = bool(self._inflight) and (plan is None or len(self._inflight) > self._depth)
@@ -328,7 +332,7 @@ class EngineCore:
             if news or finished:
                 outputs.append(self._output(running, news, finished))
             if finished:
-                self._close(running)
+                self._stats.add(running.meter.costs)
                 self.orders.close(running)
                 del self._requests[request_id]
                 self._touched.pop(request_id, None)
@@ -375,15 +379,6 @@ class EngineCore:
             error=running.error if finished else None,
         )
 
-    def _close(self, running: Running) -> None:
-        stats, costs = self._stats, running.meter.costs
-        stats.prompt_tokens += costs.prompt_tokens
-        stats.computed_prompt_tokens += costs.computed_prompt_tokens
-        stats.thinking_tokens += costs.thinking_tokens
-        stats.answer_tokens += costs.answer_tokens
-        stats.recomputed_tokens += costs.recomputed_tokens
-        stats.kv_byte_seconds += costs.kv_byte_seconds
-
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
         return replace(
@@ -391,6 +386,8 @@ class EngineCore:
             **counters(self._scheduler),
             handles=len(self.handles),
             probe_tokens=self.orders.probes.tokens,
+            ahead_tokens=self.prefixes.ahead_tokens,
+            warm_tokens=self.prefixes.warm_tokens,
             requests_by_reason={str(reason): n for reason, n in self._reasons.items()},
             thinking_by_reason={str(reason): n for reason, n in self._thinking_reasons.items()},
         )

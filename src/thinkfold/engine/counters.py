@@ -16,7 +16,7 @@ def counters(scheduler: Scheduler) -> dict[str, Any]:
         "host_pages": scheduler.kv.host_pages,
         "host_pages_used": scheduler.kv.host_usage(),
         "preemptions": scheduler.num_preemptions,
-        "pressure": dict(scheduler.pressure),
+        "pressure": {**scheduler.pressure, "pin": scheduler.kv.prefixes.pins.revoked},
         "swaps": scheduler.pressure["swap"] + scheduler.folds.totals["offloads"],
         "folds": scheduler.folds.totals["folds"],
         "folds_refused": scheduler.folds.totals["refused"],

@@ -71,6 +71,7 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
             else:
                 core.add(command)
         core.handles.expire()
+        core.prefixes.expire()
         if core.has_work or commands:
             core.advance()
             now = time.monotonic()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from thinkfold.engine.commands import Answer, Order
 from thinkfold.errors import ParameterError
-from thinkfold.types import EngineRequest, RequestOutput
+from thinkfold.types import Costs, EngineRequest, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,8 @@ class EngineStats:
     answer_tokens: int = 0
     discarded_tokens: int = 0
     probe_tokens: int = 0
+    ahead_tokens: int = 0
+    warm_tokens: int = 0
     handles: int = 0
     folds: int = 0
     folds_refused: int = 0
@@ -84,10 +86,19 @@ class EngineStats:
     thinking_by_reason: dict[str, int] = field(default_factory=dict)
     pressure: dict[str, int] = field(default_factory=dict)
 
+    def add(self, costs: Costs) -> None:
+        """A request has ended."""
+        self.prompt_tokens += costs.prompt_tokens
+        self.computed_prompt_tokens += costs.computed_prompt_tokens
+        self.thinking_tokens += costs.thinking_tokens
+        self.answer_tokens += costs.answer_tokens
+        self.recomputed_tokens += costs.recomputed_tokens
+        self.kv_byte_seconds += costs.kv_byte_seconds
+
     @property
     def kv_pages(self) -> KVPages:
-        """Who has the pool's pages. Idle cached pages are as good as free: whoever needs them gets them."""
-        cached = self.pages_by_class.get("cached", 0)
+        """Who has the pool's pages. Idle cached and pinned ones are as good as free: whoever needs them gets them."""
+        cached = self.pages_by_class.get("cached", 0) + self.pages_by_class.get("pinned", 0)
         held = sum(self.pages_by_class.values()) - cached
         return KVPages(self.pages_total, held, cached, self.pages_total - held - cached)
 

@@ -17,12 +17,15 @@ from thinkfold.engine.commands import (
     Fork,
     Hash,
     Inject,
+    ListPins,
     Order,
     Pause,
+    Prefill,
     Probe,
     Resume,
     Rollback,
     SetBudget,
+    Unpin,
 )
 from thinkfold.engine.handles import state_hash
 from thinkfold.engine.probes import Probes
@@ -73,6 +76,13 @@ class Orders:
             return self.branching.extend(order)
         if isinstance(order, Drop):
             return self._core.handles.drop(order.request_id, order.namespace)
+        if isinstance(order, Prefill):
+            self._core.prefixes.start(order)
+            return _LATER
+        if isinstance(order, ListPins):
+            return self._core.prefixes.pinned(order.owner)
+        if isinstance(order, Unpin):
+            return self._core.prefixes.drop(order.request_id, order.owner)
         running = self._core.find(order.request_id)
         value = self._actions[type(order)](running, order)
         self._core.touch(running)
@@ -87,7 +97,7 @@ class Orders:
     def take(self) -> list[Answer]:
         """Answers since the last call."""
         answers, self._answers = self._answers, []
-        return answers
+        return answers + self._core.prefixes.take()
 
     def _pause(self, running: Running, order: Pause) -> None:
         branches = [b for b in running.live(order.choice) if b.status is not BranchStatus.PAUSED]

@@ -14,7 +14,8 @@ from thinkfold.kv.blocks import HeadBlocks
 from thinkfold.kv.growth import GrowthPlan, written_blocks
 from thinkfold.kv.host_tier import HostTier
 from thinkfold.kv.pages import PageClass, PagePool
-from thinkfold.kv.radix import Namespace, RadixCache
+from thinkfold.kv.prefixes import SharedPrefixes
+from thinkfold.kv.radix import Namespace
 from thinkfold.kv.summary import SummaryGrowth, SummaryTable
 from thinkfold.kv.table import HostPlaces, PageTable
 from thinkfold.kv.work import KVWork, WorkList
@@ -45,7 +46,7 @@ class KVManager:
         self.reserve_pages = reserve_pages
         self._pool = PagePool(num_pages)
         self._blocks = HeadBlocks(self._pool, num_heads)
-        self._radix = RadixCache(self._pool, page_size) if enable_prefix_caching else None
+        self.prefixes = SharedPrefixes(self._pool, page_size, enabled=enable_prefix_caching)
         self._host = HostTier(host_pages, num_heads)
         self._work = WorkList()
         self._launched = -1  # the last launched step: it may still read what is released now
@@ -61,14 +62,19 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that raw entries can have now: free and idle cached ones over the reserve."""
-        return max(0, self._pool.num_free + self._pool.num_idle_cached - self.reserve_pages)
+        """Pages that raw entries can have now: free ones and idle ones of the prefix tree over the reserve."""
+        return max(0, self._pool.num_free + self._pool.num_idle - self.reserve_pages)
+
+    @property
+    def num_spare(self) -> int:
+        """The same without pinned pages: what work may have that nobody waits for."""
+        return self.num_available - self._pool.num_idle_pinned
 
     @property
     def num_returning(self) -> int:
         """Pages that become available when the steps in flight, and the one being planned, have finished."""
         pool = self._pool
-        later = pool.num_free + pool.num_idle_cached + pool.num_quarantined - self.reserve_pages
+        later = pool.num_free + pool.num_idle + pool.num_quarantined - self.reserve_pages
         return max(0, later) - self.num_available
 
     @property
@@ -98,9 +104,7 @@ class KVManager:
 
         Returns the number of entries found (a multiple of page_size).
         """
-        if self._radix is None:
-            return 0
-        pages = self._radix.match(namespace, token_ids, limit)
+        pages = self.prefixes.match(namespace, token_ids, limit)
         for page in pages:
             self._pool.retain(page, PageClass.PROMPT)
         table.pages = pages
@@ -164,20 +168,8 @@ class KVManager:
         table moves to that one, so a branch always holds all ancestors of its pages. Pages
         that must wait for a fork's move are put there by a later call.
         """
-        full = written // self.page_size
-        if self._radix is None or full <= table.published or table.swapped:
-            return
-        assert not table.gaps or full <= table.gaps[0], "pages behind a span taken out are private"
-        start = table.published
-        known, table.parted = self._radix.insert(namespace, token_ids, table.pages[:full], start, table.parted)
-        own = table.pages[start : start + len(known)]
-        if known != own:
-            table.pages = [*table.pages[:start], *known, *table.pages[start + len(known) :]]
-        for page, before in zip(known, own, strict=True):
-            if page != before:
-                self._pool.retain(page, PageClass.PROMPT)
-                self._release(before)
-        table.published = start + len(known)
+        if not table.swapped:
+            self.prefixes.publish(table, namespace, token_ids, written // self.page_size, self._release)
 
     def free(self, table: PageTable) -> None:
         """Return everything a branch holds, on the device and on the host."""
@@ -293,8 +285,7 @@ class KVManager:
 
     def clear_cache(self) -> None:
         """Drop every idle page of the prefix tree."""
-        if self._radix is not None:
-            self._radix.clear()
+        self.prefixes.clear()
 
     def take_work(self) -> KVWork:
         """Copies that the next launched step must do; call it right before `launch_step`."""
@@ -312,17 +303,14 @@ class KVManager:
         self._host.finish_step(step)
 
     def _make_room(self, pages: int, keep: int) -> bool:
-        """Have `pages` free pages and `keep` more, if need be by dropping idle cached ones."""
+        """Have `pages` free pages and `keep` more, if need be by dropping idle ones of the prefix tree."""
         missing = pages + keep - self._pool.num_free
         if pages == 0 or missing <= 0:
             return True
-        if missing > self._pool.num_idle_cached or self._radix is None:
-            return False
-        self._radix.evict(missing)
-        return pages + keep <= self._pool.num_free  # evicted pages may still be read
+        return self.prefixes.evict(missing) and pages + keep <= self._pool.num_free  # evicted pages may still be read
 
     def _make_block_room(self, blocks: int) -> bool:
-        """Have pages for so many head blocks; the reserve comes after the idle cached pages."""
+        """Have pages for so many head blocks; the reserve comes after the tree's idle pages."""
         pages = self._blocks.pages_needed(blocks)
         return self._make_room(pages, self.reserve_pages) or self._make_room(pages, 0)
 
@@ -353,8 +341,7 @@ class KVManager:
     def _release(self, page: int) -> None:
         # the step being planned still uses what its memory work reads and writes
         self._pool.release(page, self._launched + self._work.uses_page(page))
-        if self._radix is not None:
-            self._radix.note_idle(page)
+        self.prefixes.note_idle(page)
 
     def _release_block(self, block: int) -> None:
         self._blocks.release(block, self._launched + self._work.uses_block(block))
@@ -383,8 +370,7 @@ class KVManager:
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
         """Raise AssertionError unless pools, tree, head blocks and the given tables agree."""
         tables = list(tables)
-        tree = list(self._radix.pages()) if self._radix is not None else []
-        self._pool.check_integrity([*(t.pages for t in tables), tree, self._blocks.pages()])
+        self._pool.check_integrity([*(t.pages for t in tables), self.prefixes.pages(), self._blocks.pages()])
         self._blocks.check_integrity(_flat(t.summary.blocks) for t in tables)
         places = [t.host for t in tables if t.host is not None]
         host_pages = [*(h.pages for h in places), *(t.offload_pages for t in tables)]
@@ -392,8 +378,7 @@ class KVManager:
         for table in tables:
             table.check_integrity(self.page_size)
             assert all(self._pool.in_tree(page) for page in table.pages[: table.published]), "a published page is lost"
-        if self._radix is not None:
-            self._radix.check_integrity()
+        self.prefixes.check_integrity()
 
 
 def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:

@@ -13,13 +13,14 @@ from thinkfold.kv.quarantine import Quarantine
 
 
 class PageClass(StrEnum):
-    """What a held page stores; `cached` pages are held by the prefix tree alone."""
+    """What a held page stores; `cached` and `pinned` pages are held by the prefix tree alone."""
 
     PROMPT = "prompt"
     THINKING = "thinking"
     SUMMARY = "summary"  # lent out by head blocks
     ANSWER = "answer"
     CACHED = "cached"
+    PINNED = "pinned"  # evicted only after the last cached page
 
 
 class PagePool:
@@ -38,7 +39,9 @@ class PagePool:
         self._quarantine: Quarantine[int] = Quarantine()
         self._in_tree = bytearray(num_pages)
         self._last_read = [-1] * num_pages  # for idle cached pages: the last step that may read it
-        self.num_idle_cached = 0  # pages that only the prefix tree holds
+        self._pinned = bytearray(num_pages)
+        self.num_idle_cached = 0  # pages that only the prefix tree holds, pinned ones apart
+        self.num_idle_pinned = 0
 
     @property
     def num_free(self) -> int:
@@ -47,6 +50,11 @@ class PagePool:
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantine)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that only the prefix tree holds."""
+        return self.num_idle_cached + self.num_idle_pinned
 
     def counts(self) -> Mapping[PageClass, int]:
         """Held pages by class."""
@@ -72,7 +80,7 @@ class PagePool:
     def retain(self, page: int, page_class: PageClass) -> None:
         """Add a holder to a page that somebody holds already."""
         if self._in_tree[page] and self.refs[page] == 1:
-            self.num_idle_cached -= 1
+            self._count_idle(page, -1)
             self._set_class(page, page_class)
         self.refs[page] += 1
 
@@ -84,17 +92,31 @@ class PagePool:
             if not self._quarantine.hold(page, after_step):
                 self._free.append(page)
         elif self.refs[page] == 1 and self._in_tree[page]:
-            self.num_idle_cached += 1
             self._last_read[page] = after_step
-            self._set_class(page, PageClass.CACHED)
+            self._set_idle(page)
 
     def adopt(self, page: int) -> None:
         """The prefix tree takes a reference of its own to a page that a request holds."""
         self._in_tree[page] = 1
         self.refs[page] += 1
 
+    def pin(self, page: int, pinned: bool) -> None:
+        """Keep a page of the prefix tree from being evicted, or let it go again."""
+        assert self._in_tree[page], f"page {page} is pinned outside the prefix tree"
+        idle = self.refs[page] == 1
+        if idle:
+            self._count_idle(page, -1)
+        self._pinned[page] = pinned
+        if idle:
+            self._set_idle(page)
+
+    def pinned(self, page: int) -> bool:
+        """Whether `page` must not be evicted."""
+        return bool(self._pinned[page])
+
     def disown(self, page: int) -> None:
         """The prefix tree drops a page that only it holds."""
+        assert not self._pinned[page], f"page {page} is pinned"
         self._in_tree[page] = 0
         self.num_idle_cached -= 1
         self.release(page, self._last_read[page])
@@ -102,6 +124,16 @@ class PagePool:
     def finish_step(self, step: int) -> None:
         """`step` has finished on the device: free what waited for it."""
         self._free += self._quarantine.finish_step(step)
+
+    def _count_idle(self, page: int, count: int) -> None:
+        if self._pinned[page]:
+            self.num_idle_pinned += count
+        else:
+            self.num_idle_cached += count
+
+    def _set_idle(self, page: int) -> None:
+        self._count_idle(page, 1)
+        self._set_class(page, PageClass.PINNED if self._pinned[page] else PageClass.CACHED)
 
     def _set_class(self, page: int, page_class: PageClass | None) -> None:
         old = self._class[page]
@@ -125,6 +157,8 @@ class PagePool:
         for page, refs in enumerate(self.refs):
             assert refs == held[page], f"page {page}: {refs} references, {held[page]} holders"
             assert (refs == 0) == (page in free or page in quarantined), f"page {page} is lost"
-        idle = sum(1 for p in range(self.num_pages) if self._in_tree[p] and self.refs[p] == 1)
-        assert idle == self.num_idle_cached, f"{self.num_idle_cached} idle cached pages counted, {idle} found"
+        idle = [p for p in range(self.num_pages) if self._in_tree[p] and self.refs[p] == 1]
+        pinned = sum(self._pinned[p] for p in idle)
+        counted = (self.num_idle_cached, self.num_idle_pinned)
+        assert counted == (len(idle) - pinned, pinned), f"{counted} idle pages (cached, pinned) counted, not all found"
         assert sum(self._counts.values()) == self.num_pages - len(free) - len(quarantined), "class counts are off"

@@ -119,7 +119,7 @@ class RadixCache:
         return iter(self._by_page)
 
     def _evictable(self, node: _Node) -> bool:
-        return not node.children and self._pool.refs[node.page] == 1
+        return not node.children and self._pool.refs[node.page] == 1 and not self._pool.pinned(node.page)
 
     def _queue(self, node: _Node) -> None:
         node.queued = True
@@ -157,6 +157,7 @@ class RadixCache:
         assert sorted(queued) == sorted(p for p, n in seen.items() if n.queued), "the line of idle leaves is off"
         for page, node in seen.items():
             if self._pool.refs[page] == 1:
-                assert node.queued or node.children, f"idle page {page} could never be evicted"
+                safe = node.children or self._pool.pinned(page)
+                assert node.queued or safe, f"idle page {page} could never be evicted"
                 held = [c.page for c in node.children.values() if self._pool.refs[c.page] > 1]
                 assert not held, f"pages {held} are held without their parent {page}"

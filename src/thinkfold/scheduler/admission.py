@@ -85,7 +85,7 @@ class Admission:
             self._patience -= 1
             return False
         lives = [self._life(b) for b in running]
-        held = sum(usage.values()) - usage[PageClass.CACHED]
+        held = sum(usage.values()) - usage[PageClass.CACHED] - usage[PageClass.PINNED]
         overlap = max(0.0, sum(life.entries for life in lives) - held * self._page_size)
         lives += [self._life(b) for b in (branch, *branch.waiting_children())]
         if self.fits(lives, self._shape(running), overlap):

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 
 from thinkfold.kv.manager import KVManager
 from thinkfold.kv.pages import PageClass
+from thinkfold.kv.summary import SummaryTable
 from thinkfold.scheduler.admission import Admission
+from thinkfold.scheduler.ahead import PrefillAhead
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.draws import all_launched, batch_row, page_class, sample_row
 from thinkfold.scheduler.folding import FoldCounts, FoldDesk
 from thinkfold.scheduler.forks import share
+from thinkfold.scheduler.integrity import check_lists
 from thinkfold.scheduler.output import BatchRow, FoldCommit, StepPlan
 from thinkfold.scheduler.pressure import PressureLadder
 from thinkfold.types import FinishReason
@@ -67,6 +70,7 @@ class Scheduler:
         self.running: list[Branch] = []  # by arrival
         self._ladder = PressureLadder(kv, self.folds, self.running, self.waiting, self._free_slots, self.ended)
         self.parking, self.sides = self._ladder.parking, self._ladder.sides
+        self.ahead = PrefillAhead(kv)
         self._short = False  # the branch that was to be admitted found no memory
         self._used_slots: set[int] = set()  # slots that may hold a former branch's summaries and queries
         self.prefix_queried_tokens = 0
@@ -124,8 +128,7 @@ class Scheduler:
                 break
             if branch.status is not BranchStatus.RUNNING:
                 continue  # preempted for an earlier one
-            row = self._continue(branch, budget)
-            if row is not None:
+            if (row := self._continue(branch, budget)) is not None:
                 rows.append(row)
                 budget -= row.num_tokens
         if self.waiting and not self._free_slots:
@@ -140,11 +143,12 @@ class Scheduler:
             rows.append(row)
             budget -= row.num_tokens
         for side in self.sides:
-            row = self._side_row(side, budget)
-            if row is not None:
+            if (row := self._side_row(side, budget)) is not None:
                 rows.append(row)
                 budget -= row.num_tokens
-        return rows
+        idle = not (rows or self.running or self.waiting)
+        row = self.ahead.row(self._step, budget, self._claim_slot if self._free_slots else None, idle=idle)
+        return rows if row is None else [*rows, row]
 
     def _side_row(self, side: Branch, budget: int) -> BatchRow | None:
         """A row of a probe, from what nobody else wants."""
@@ -170,6 +174,7 @@ class Scheduler:
         assert launched.step == step, f"step {step} collected, {launched.step} expected"
         self.kv.finish_step(step)
         self.folds.written(launched.commits)
+        self._free_slots += self.ahead.collect(step)
         for branch, written in launched.rows:
             if branch.status is BranchStatus.RUNNING and branch.num_computed_tokens >= written:
                 request = branch.request
@@ -328,12 +333,15 @@ class Scheduler:
         insort(self.running, branch, key=lambda b: b.order)
 
     def _take_slot(self, branch: Branch) -> None:
-        branch.slot = self._free_slots.pop()
+        branch.slot = self._claim_slot(branch.table.summary, folds=branch.folding is not None)
         branch.stale_counts = True
-        summary = branch.table.summary
-        if branch.folding is not None or summary.lengths or branch.slot in self._used_slots:
-            self.folds.work.summaries.append((branch.slot, summary.blocks, summary.lengths))
-            self._used_slots.add(branch.slot)
+
+    def _claim_slot(self, summary: SummaryTable | None = None, *, folds: bool = False) -> int:
+        slot, held = self._free_slots.pop(), summary or SummaryTable()
+        if folds or held.lengths or slot in self._used_slots:
+            self.folds.work.summaries.append((slot, held.blocks, held.lengths))
+            self._used_slots.add(slot)
+        return slot
 
     def _row(self, branch: Branch, count: int) -> BatchRow:
         start = branch.num_computed_tokens
@@ -385,16 +393,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, queues and memory agree."""
-        slots = [b.slot for b in self.running] + [b.slot for b in self.sides if b.slot >= 0]
-        assert len(set(slots)) == len(slots), "two branches share a slot"
-        assert not set(slots) & set(self._free_slots), "a free slot is in use"
-        assert all(b.status is BranchStatus.RUNNING for b in self.running), "a running branch says it is not"
-        assert all(b.status is BranchStatus.WAITING for b in self.waiting), "a waiting branch says it is not"
-        assert all(b.num_computed_tokens or not b.table.pages for b in self.waiting), "a waiting branch holds pages"
-        parked = self.parking.branches
-        assert all(b.status is BranchStatus.PAUSED and b.slot < 0 for b in parked), "a parked branch says it is not"
-        for branch in self.running:
-            folded = branch.folding.folded_tokens if branch.folding else 0
-            assert branch.table.kv_len + folded == branch.num_computed_tokens, "entries and tokens disagree"
-            assert branch.num_remaining >= 0, "more computed than known"
-        self.kv.check_integrity(branch.table for branch in self.branches())
+        ahead = list(self.ahead.in_flight())
+        check_lists(self.running, self.waiting, self.parking.branches)
+        slots = [b.slot for b in (*self.running, *self.sides) if b.slot >= 0] + [slot for slot, _ in ahead]
+        assert sorted(slots + self._free_slots) == list(range(len(slots) + len(self._free_slots))), "slots are lost"
+        self.kv.check_integrity([*(b.table for b in self.branches()), *(table for _, table in ahead)])

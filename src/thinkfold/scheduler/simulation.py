@@ -328,7 +328,7 @@ class Simulation:
             wait_max_s=max(self._waits, default=0.0),
             latency_p99_s=percentile(self._latencies, 0.99),
             folds=watch.folds,
-            pages_left=sum(usage.values()) - usage["cached"] + self._scheduler.kv.host_usage(),
+            pages_left=sum(usage.values()) - usage["cached"] - usage["pinned"] + self._scheduler.kv.host_usage(),
         )
 
 

@@ -34,7 +34,7 @@ class Watch:
             self._forced = forced
         self._sessions[len(scheduler.running)] += seconds
         usage = scheduler.kv.usage()
-        self._held += (sum(usage.values()) - usage[PageClass.CACHED]) * seconds
+        self._held += (sum(usage.values()) - usage[PageClass.CACHED] - usage[PageClass.PINNED]) * seconds
         for branch in scheduler.running:
             start = branch.steering.answer_start
             if start is not None:

@@ -24,6 +24,7 @@ from thinkfold.types.output import (
     TokenStats,
 )
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
+from thinkfold.types.prefix import PinnedPrefix
 from thinkfold.types.probe import ProbeResult
 from thinkfold.types.request import EngineRequest, PromptState
 from thinkfold.types.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
@@ -62,6 +63,7 @@ __all__ = [
     "Handle",
     "Limits",
     "Phase",
+    "PinnedPrefix",
     "Preset",
     "ProbeResult",
     "PromptState",
