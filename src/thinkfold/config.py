@@ -50,6 +50,9 @@ class EngineConfig:
     `swap_space_bytes` is host memory for KV that leaves the device; 0 is none.
     `gpu_memory_utilization` is the share of the device (of free memory on a CPU) to stay within.
     `enable_prefix_caching` shares the KV of equal visible prefixes between requests.
+    `turn_ahead` computes in idle steps what a chat's next turn will begin with, where templates strip its thinking.
+    `pin_ttl_s` is the seconds for which that is kept from being evicted; memory that others need it gives up.
+    `pin_share` is the share of the KV pool that pinned prefixes of one tenant may hold.
     `pipeline_depth` 1 plans a step ahead of the device, 0 waits for each; None is 1 on a GPU.
     `enforce_eager` makes no CUDA graphs; a CPU and the reference attention never do.
     `own_process` runs the core in a process of its own; None does so on a GPU.
@@ -94,6 +97,9 @@ class EngineConfig:
     swap_space_bytes: int = 0
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True
+    turn_ahead: bool = True
+    pin_ttl_s: float = 300.0
+    pin_share: float = 0.25
     pipeline_depth: Literal[0, 1] | None = None
     enforce_eager: bool = False
     own_process: bool | None = None
@@ -128,11 +134,13 @@ class EngineConfig:
                 raise ParameterError(name, f"must be one of {shown}, got {getattr(self, name)!r}")
         if not 0.0 < self.admission_risk < 1.0:
             raise ParameterError("admission_risk", f"must be between 0 and 1, got {self.admission_risk}")
-        for name in ("stall_timeout_s", "watchdog_s", "handle_ttl_s"):
+        for name in ("stall_timeout_s", "watchdog_s", "handle_ttl_s", "pin_ttl_s"):
             if not getattr(self, name) > 0.0:
                 raise ParameterError(name, f"must be positive, got {getattr(self, name)}")
         if self.page_size not in PAGE_SIZES:
             raise ParameterError("page_size", f"must be one of {PAGE_SIZES}, got {self.page_size}")
+        if not 0.0 <= self.pin_share <= 1.0:
+            raise ParameterError("pin_share", f"must be in [0, 1], got {self.pin_share}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ParameterError("gpu_memory_utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:

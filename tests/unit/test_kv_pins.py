@@ -80,7 +80,7 @@ def test_clearing_the_cache_keeps_pins_and_dropping_a_pin_makes_its_pages_cached
     pin(kv, "a", stem(1, 3))
     kv.clear_cache()
     assert hit(kv, stem(1, 3)) == 3 * SIZE
-    kv.prefixes.pins.drop("a")
+    kv.prefixes.pins.drop(*kv.prefixes.pins)
     assert (kv.usage()[PageClass.PINNED], kv.usage()[PageClass.CACHED]) == (0, 3)
     kv.clear_cache()
     assert kv.num_available == 12
@@ -94,7 +94,7 @@ def test_a_pinned_page_in_use_is_counted_as_a_prompt_and_comes_back_as_pinned():
     table = PageTable()
     kv.match(table, (), stem(1, 3), 3 * SIZE)
     assert (kv.usage()[PageClass.PROMPT], kv.usage()[PageClass.PINNED], kv.num_available) == (3, 0, 9)
-    kv.prefixes.pins.drop("a")
+    kv.prefixes.pins.drop(*kv.prefixes.pins)
     pages = tuple(table.pages)
     kv.prefixes.pins.put(Pin("b", "", pages, inf, weak=False), 100)
     kv.free(table)
@@ -162,7 +162,7 @@ def test_a_long_random_run_keeps_tree_pins_and_pool_together(seed):
         kv.free(table)
     assert kv.num_available == 18
     for held in kv.prefixes.pins:
-        kv.prefixes.pins.drop(held.name)
+        kv.prefixes.pins.drop(held)
     kv.clear_cache()
     assert kv.num_spare == 18
     kv.check_integrity([])

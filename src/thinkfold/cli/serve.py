@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from thinkfold.cli.engine_flags import POSITIONAL, add_engine_flags, add_flags
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from thinkfold.server.access.gate import Access
     from thinkfold.server.contract import EngineSlot
+    from thinkfold.server.prefixes import WarmPrefix
     from thinkfold.server.state import ServerOptions
 
 ENGINE_DIED = 1
@@ -52,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     options, access = server_options(settings.serve), access_rules(settings.serve, os.environ)
     logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
+    prefixes = warm_prefixes(settings.serve)
     sock = _listen(settings.serve.host, settings.serve.port)
     try:
-        return asyncio.run(_serve(settings, options, access, sock))
+        return asyncio.run(_serve(settings, options, access, prefixes, sock))
     finally:
         sock.close()
 
@@ -86,18 +88,41 @@ def access_rules(settings: ServeSettings, environ: Mapping[str, str]) -> Access:
     )
 
 
+def warm_prefixes(settings: ServeSettings) -> list[WarmPrefix]:
+    """What to compute and pin before the server is ready. Raises ParameterError for a file that cannot be read."""
+    from thinkfold.server.prefixes import read_warm_file
+
+    return read_warm_file(settings.warm) if settings.warm else []
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
-async def _serve(settings: Resolved, options: ServerOptions, access: Access, sock: socket.socket) -> int:
+async def _serve(
+    settings: Resolved,
+    options: ServerOptions,
+    access: Access,
+    prefixes: Sequence[WarmPrefix],
+    sock: socket.socket,
+) -> int:
     import uvicorn
 
     from thinkfold.engine.async_engine import AsyncEngine
     from thinkfold.server.app import build_app
+    from thinkfold.server.prefixes import warm
 
-    app = build_app(start=lambda: AsyncEngine.start(settings.engine), options=options, access=access)
+    async def start() -> AsyncEngine:
+        engine = await AsyncEngine.start(settings.engine)
+        try:
+            await warm(engine, prefixes)
+        except BaseException:
+            await engine.stop()
+            raise
+        return engine
+
+    app = build_app(start=start, options=options, access=access)
     slot: EngineSlot = app.state.thinkfold.slot
     drain_s = settings.serve.drain_s
     uvicorn_config = uvicorn.Config(

@@ -35,6 +35,7 @@ class ServeSettings:
     `drain_s` is how long running requests may go on after a signal, before they get a final error.
     `response_store_bytes` is memory for stored responses, 0 for none.
     `response_ttl_s` is how many seconds a response is stored since it was last used.
+    `warm` is a JSON file of prefixes to compute and pin before the server is ready (see docs/api.md).
     `secret_file` has at least 32 secret bytes that sign and seal thinking; servers that share it accept each other's.
     """
 
@@ -49,6 +50,7 @@ class ServeSettings:
     drain_s: float = 10.0
     response_store_bytes: int = 256 * 1024 * 1024
     response_ttl_s: float = 3600.0
+    warm: str | None = None
     secret_file: str | None = None
 
     def __post_init__(self) -> None:

@@ -31,14 +31,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         eos_token_ids=language.vocabulary.eos_ids,
     )
     reserve = _reserve_pages(runner, config) if family else 0
-    kv = KVManager(
-        runner.num_pages,
-        config.page_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        num_heads=runner.num_layers * runner.num_kv_heads,
-        reserve_pages=reserve,
-        host_pages=runner.host_pages,
-    )
+    kv = _memory(runner, config, reserve)
     capacity = (runner.num_pages - reserve) * config.page_size
     admission = Admission(capacity, config.page_size, config.admission_risk)
     scheduler = Scheduler(
@@ -61,6 +54,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         pipeline_depth=depth,
         max_handles=config.max_handles,
         handle_ttl_s=config.handle_ttl_s,
+        pin_share=config.pin_share,
         window=runner.window,
     )
     model = ModelInfo(
@@ -78,6 +72,17 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         window=runner.window,
     )
     return core, model
+
+
+def _memory(runner: ModelRunner, config: EngineConfig, reserve: int) -> KVManager:
+    return KVManager(
+        runner.num_pages,
+        config.page_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_heads=runner.num_layers * runner.num_kv_heads,
+        reserve_pages=reserve,
+        host_pages=runner.host_pages,
+    )
 
 
 def _make_control(language: Language, grammars: AnswerGrammars, request: EngineRequest, branch: int) -> PartControl:

@@ -16,16 +16,19 @@ from thinkfold.engine.commands import (
     Fork,
     Hash,
     Inject,
+    ListPins,
     Order,
     Pause,
+    Prefill,
     Probe,
     Resume,
     Rollback,
     SetBudget,
+    Unpin,
 )
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import ParameterError
-from thinkfold.types import MAX_LOGPROBS, Handle, ProbeResult, SamplingParams, ThinkingEndReason
+from thinkfold.types import MAX_LOGPROBS, Handle, PinnedPrefix, ProbeResult, SamplingParams, ThinkingEndReason
 from thinkfold.types.checks import integer
 
 
@@ -133,6 +136,43 @@ class Controls(ABC):
     async def drop(self, handle: str, namespace: tuple[str, ...] = ()) -> None:
         """Forget a handle; what has started from it goes on. Raises NotFoundError."""
         await self._ask(Drop(call=self._next(), request_id=handle, namespace=namespace))
+
+    async def prefill(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        namespace: tuple[str, ...] = (),
+        *,
+        owner: str = "",
+        idle: bool = False,
+        ttl_s: float | None = None,
+    ) -> PinnedPrefix:
+        """Compute the whole pages of a prefix before it is asked for, and pin them; see `Prefill`.
+
+        Answers when it is pinned or given up. A pin of that name is replaced. Raises ParameterError for ids,
+        CapacityError for more than an owner may pin, and UnsupportedError without a prefix cache.
+        """
+        ids = self._checked(token_ids)
+        if len(ids) > self.model.max_prompt_len:
+            raise ParameterError("prefix", f"has {len(ids)} tokens, the model's limit is {self.model.max_prompt_len}")
+        order = Prefill(
+            call=self._next(),
+            request_id=name,
+            token_ids=ids,
+            namespace=namespace,
+            owner=owner,
+            idle=idle,
+            ttl_s=ttl_s,
+        )
+        return await self._ask(order)
+
+    async def pinned(self, owner: str = "") -> list[PinnedPrefix]:
+        """What is pinned for an owner."""
+        return await self._ask(ListPins(call=self._next(), request_id="", owner=owner))
+
+    async def unpin(self, name: str, owner: str = "") -> None:
+        """Let go of an owner's pin. Raises NotFoundError."""
+        await self._ask(Unpin(call=self._next(), request_id=name, owner=owner))
 
     async def _ask(self, order: Order) -> Any:
         future = self._calls[order.call] = asyncio.get_running_loop().create_future()

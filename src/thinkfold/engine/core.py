@@ -175,7 +175,7 @@ class EngineCore:
     @property
     def has_news(self) -> bool:
         """Whether `news` may have something to tell."""
-        return bool(self._outputs or self._touched or self.prefixes.answered)
+        return bool(self._outputs or self._touched)
 
     @property
     def urgent(self) -> bool:

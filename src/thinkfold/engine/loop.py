@@ -72,7 +72,7 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
                 core.add(command)
         core.handles.expire()
         core.prefixes.expire()
-        if core.has_work or commands:
+        if core.has_work or commands or core.prefixes.answered:
             core.advance()
             now = time.monotonic()
             answers = core.orders.take()

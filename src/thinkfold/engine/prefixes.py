@@ -56,18 +56,19 @@ class Prefixes:
 
     def sweep(self) -> None:
         """Pin what is computed, and answer for what has ended."""
-        done, self._ahead.done = self._ahead.done, []
-        for prefix in done:
+        for prefix in self._ahead.take():
             order = self._asked.pop(id(prefix)).order
             if order.idle:
                 self.ahead_tokens += prefix.computed
             else:
                 self.warm_tokens += prefix.computed
-            kept = prefix.dropped is None and self._pin(prefix, order)
+            pages = tuple(prefix.table.pages)
+            kept = prefix.dropped is None and self._pin(prefix.name, pages, order)
+            self._kv.free(prefix.table)
             result = PinnedPrefix(
                 name=prefix.name,
                 tokens=len(prefix.token_ids) if kept else 0,
-                pages=len(prefix.pages) if kept else 0,
+                pages=len(pages) if kept else 0,
                 ttl_s=order.ttl_s,
                 ahead=order.idle,
                 computed_tokens=prefix.computed,
@@ -95,15 +96,15 @@ class Prefixes:
                 ttl_s=None if pin.expires == inf else max(0.0, pin.expires - now),
                 ahead=pin.weak,
             )
-            for pin in self._pins
-            if pin.owner == owner
+            for pin in self._pins.of(owner)
         ]
 
     def drop(self, name: str, owner: str) -> None:
         """Let go of an owner's pin. Raises NotFoundError."""
-        if not any(pin.name == name and pin.owner == owner for pin in self._pins):
+        found = next((pin for pin in self._pins.of(owner) if pin.name == name), None)
+        if found is None:
             raise NotFoundError(f"no prefix {name!r:.100} is pinned")
-        self._pins.drop(name)
+        self._pins.drop(found)
 
     @property
     def answered(self) -> bool:
@@ -115,6 +116,6 @@ class Prefixes:
         answers, self._answers = self._answers, []
         return answers
 
-    def _pin(self, prefix: Prefix, order: Prefill) -> bool:
+    def _pin(self, name: str, pages: tuple[int, ...], order: Prefill) -> bool:
         expires = inf if order.ttl_s is None else self._clock() + order.ttl_s
-        return self._pins.put(Pin(prefix.name, order.owner, prefix.pages, expires, order.idle), self._limit)
+        return self._pins.put(Pin(name, order.owner, pages, expires, order.idle), self._limit)

@@ -30,7 +30,7 @@ class PinBoard:
     def __init__(self, pool: PagePool, radix: RadixCache) -> None:
         self._pool = pool
         self._radix = radix
-        self._pins: dict[str, Pin] = {}  # by age
+        self._pins: dict[tuple[str, str], Pin] = {}  # by owner and name, the oldest first
         self._holders: Counter[int] = Counter()  # pins of each page
         self.revoked = 0
 
@@ -39,31 +39,35 @@ class PinBoard:
 
     def pages_of(self, owner: str) -> int:
         """Pages that the owner's pins hold."""
-        return len({page for pin in self._pins.values() if pin.owner == owner for page in pin.pages})
+        return len({page for pin in self.of(owner) for page in pin.pages})
 
     def put(self, pin: Pin, limit: int) -> bool:
         """Pin pages that the tree holds. Of its owner's at most `limit` pages are pinned: older weak pins make room.
 
         It takes the place of one with its name, and of weak ones that it makes longer. False if it does not fit.
         """
-        strong = [old for old in self if not old.weak and old.owner == pin.owner and old.name != pin.name]
+        strong = [old for old in self.of(pin.owner) if not old.weak and old.name != pin.name]
         if len({page for old in (*strong, pin) for page in old.pages}) > limit:
             return False
-        for old in self:
-            covered = old.weak and old.owner == pin.owner and pin.pages[: len(old.pages)] == old.pages
+        for old in self.of(pin.owner):
+            covered = old.weak and pin.pages[: len(old.pages)] == old.pages
             if old.name == pin.name or covered:
-                self.drop(old.name)
+                self.drop(old)
         self._hold(pin)
-        for old in self:
+        for old in self.of(pin.owner):
             if self.pages_of(pin.owner) <= limit:
                 break
-            if old.weak and old.owner == pin.owner and old is not pin:
-                self.drop(old.name)
+            if old.weak and old is not pin:
+                self.drop(old)
         return True
 
-    def drop(self, name: str) -> None:
+    def of(self, owner: str) -> list[Pin]:
+        """The owner's pins, the oldest first."""
+        return [pin for pin in self if pin.owner == owner]
+
+    def drop(self, pin: Pin) -> None:
         """Let go of a pin; its pages are like any other of the tree."""
-        pin = self._pins.pop(name)
+        del self._pins[pin.owner, pin.name]
         for page in reversed(pin.pages):
             self._holders[page] -= 1
             if not self._holders[page]:
@@ -75,18 +79,18 @@ class PinBoard:
         """Let go of the pins whose time is over."""
         for pin in self:
             if pin.expires <= now:
-                self.drop(pin.name)
+                self.drop(pin)
 
     def revoke(self, idle: int) -> None:
         """Memory is short: let pins go, weak ones first, until the tree has `idle` pages to evict or no pin is left."""
         for pin in sorted(self, key=lambda pin: not pin.weak):
             if self._pool.num_idle_cached >= idle:
                 return
-            self.drop(pin.name)
+            self.drop(pin)
             self.revoked += 1
 
     def _hold(self, pin: Pin) -> None:
-        self._pins[pin.name] = pin
+        self._pins[pin.owner, pin.name] = pin
         for page in pin.pages:
             if not self._holders[page]:
                 self._pool.pin(page, True)

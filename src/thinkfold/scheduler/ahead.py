@@ -32,7 +32,7 @@ class Prefix:
     idle: bool
     computed: int = 0  # tokens that went through the model for it
     dropped: str | None = None  # why it was given up
-    pages: tuple[int, ...] = ()  # where it is in the tree, at its end
+    table: PageTable = field(default_factory=PageTable)  # at its end, until it is taken note of: where it is
 
 
 @dataclass(slots=True)
@@ -44,14 +44,14 @@ class _Flight:
 
 
 class PrefillAhead:
-    """A bounded queue of prefixes; `done` are those that nobody has taken note of yet."""
+    """A bounded queue of prefixes."""
 
     def __init__(self, kv: KVManager, most: int = 64) -> None:
         self._kv = kv
         self._most = most
         self._queue: deque[Prefix] = deque()
         self._flight: _Flight | None = None
-        self.done: list[Prefix] = []
+        self._done: list[Prefix] = []
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -74,6 +74,11 @@ class PrefillAhead:
         prefix.dropped = why
         self._end(prefix)
 
+    def take(self) -> list[Prefix]:
+        """Those that have ended since the last call; their tables are the caller's to free."""
+        done, self._done = self._done, []
+        return done
+
     def row(self, step: int, budget: int, claim: Callable[[], int] | None, *, idle: bool) -> BatchRow | None:
         """The next tokens of the first prefix, as a row of `step`, from a budget that nobody else wants.
 
@@ -83,8 +88,7 @@ class PrefillAhead:
             prefix, table = self._queue[0], PageTable()
             found = self._kv.match(table, prefix.namespace, prefix.token_ids, len(prefix.token_ids))
             if found == len(prefix.token_ids):
-                prefix.pages = tuple(table.pages)
-                self._kv.free(table)
+                prefix.table = table
                 self._end(prefix)
                 continue
             count = min(CHUNK, budget, len(prefix.token_ids) - found) // self._kv.page_size * self._kv.page_size
@@ -114,10 +118,14 @@ class PrefillAhead:
         self._kv.free(table)
         return [flight.slot]
 
-    def in_flight(self) -> Iterator[tuple[int, PageTable]]:
-        """Slot and table of the row that has not been collected."""
-        if self._flight is not None:
-            yield self._flight.slot, self._flight.table
+    def slots(self) -> list[int]:
+        """The slot of a row that has not been collected."""
+        return [] if self._flight is None else [self._flight.slot]
+
+    def tables(self) -> list[PageTable]:
+        """All that hold pages now."""
+        flying = [] if self._flight is None else [self._flight.table]
+        return flying + [prefix.table for prefix in self._done]
 
     def _allocate(self, prefix: Prefix, table: PageTable, count: int) -> bool:
         """Room for one more row. What others evict again and again is not computed for ever."""
@@ -129,4 +137,4 @@ class PrefillAhead:
 
     def _end(self, prefix: Prefix) -> None:
         self._queue.remove(prefix)
-        self.done.append(prefix)
+        self._done.append(prefix)

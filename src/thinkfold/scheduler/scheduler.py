@@ -393,8 +393,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless slots, queues and memory agree."""
-        ahead = list(self.ahead.in_flight())
         check_lists(self.running, self.waiting, self.parking.branches)
-        slots = [b.slot for b in (*self.running, *self.sides) if b.slot >= 0] + [slot for slot, _ in ahead]
+        slots = [b.slot for b in (*self.running, *self.sides) if b.slot >= 0] + self.ahead.slots()
         assert sorted(slots + self._free_slots) == list(range(len(slots) + len(self._free_slots))), "slots are lost"
-        self.kv.check_integrity([*(b.table for b in self.branches()), *(table for _, table in ahead)])
+        self.kv.check_integrity([*(b.table for b in self.branches()), *self.ahead.tables()])

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from thinkfold.server import chat, completions, control, engine_view, errors, health, metrics, models, partial
+from thinkfold.server import chat, completions, control, engine_view, errors, health, metrics, models, partial, prefixes
 from thinkfold.server.access import admin
 from thinkfold.server.access.gate import Access, Gate
 from thinkfold.server.contract import Engine, EngineSlot
@@ -52,7 +52,7 @@ def build_app(
     responses = ResponseStore(options.response_store_bytes, options.response_ttl_s)
     access = access or Access()
     app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access)
-    apis = (chat, completions, messages, response_routes, control, partial, models)
+    apis = (chat, completions, messages, response_routes, control, partial, prefixes, models)
     for module in (*apis, health, metrics, engine_view, admin):
         app.include_router(module.router)
     if options.page:

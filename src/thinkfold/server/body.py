@@ -46,10 +46,11 @@ async def read_body(request: Request, model: type[Model], max_bytes: int) -> Mod
         if size > max_bytes:
             raise too_large
         if not message.get("more_body", False):
-            return await asyncio.to_thread(_parse, model, b"".join(chunks))
+            return await asyncio.to_thread(parse_body, model, b"".join(chunks))
 
 
-def _parse(model: type[Model], raw: bytes) -> Model:
+def parse_body(model: type[Model], raw: bytes) -> Model:
+    """JSON as `model`."""
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:

@@ -23,6 +23,7 @@ from thinkfold.server.generation import Job, respond
 from thinkfold.server.state import state_of
 from thinkfold.server.structured import ResponseFormat
 from thinkfold.server.tools import Tool, Toolbox, ToolChoice, known_format
+from thinkfold.server.turns import NextTurn
 from thinkfold.types import Grammar
 
 router = APIRouter()
@@ -103,6 +104,9 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         limit=engine.model.max_prompt_len,
         closes=thinking.spends_none and engine.model.budget_enforced,
     )
+    turn = NextTurn(body.messages, thinking.template_switch, body.reasoning_effort, toolbox.for_template())
+    if calls is not None:
+        turn.calls_begin = calls.begin
     job = Job(
         response_id=f"chatcmpl-{uuid.uuid4().hex}",
         model=model,
@@ -113,6 +117,7 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         stream=bool(body.stream),
         fold=body.fold_params(),
         events=body.wants_events,
+        turn=turn,
         names={**FIELD_NAMES, "prompt": "messages"},
     )
     shape = ChatShape(num_logprobs, engine.prompts.token_bytes, calls)

@@ -13,7 +13,7 @@ from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.errors import EngineDeadError, ThinkfoldError
 from thinkfold.server.defaults import sampling_defaults
 from thinkfold.text.prompts import PromptRenderer
-from thinkfold.types import FoldParams, Handle, RequestOutput, SamplingParams, ThinkingParams, Until
+from thinkfold.types import FoldParams, Handle, PinnedPrefix, RequestOutput, SamplingParams, ThinkingParams, Until
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,24 @@ class Controllable(Protocol):
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
     ) -> AsyncGenerator[RequestOutput, None]: ...
+
+
+@runtime_checkable
+class Warmable(Protocol):
+    """An engine that computes prefixes before they are asked for (see `engine.controls.Controls`)."""
+
+    async def prefill(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        namespace: tuple[str, ...] = (),
+        *,
+        owner: str = "",
+        idle: bool = False,
+        ttl_s: float | None = None,
+    ) -> PinnedPrefix: ...
+    async def pinned(self, owner: str = "") -> list[PinnedPrefix]: ...
+    async def unpin(self, name: str, owner: str = "") -> None: ...
 
 
 class EngineLoadingError(ThinkfoldError):

@@ -11,6 +11,7 @@ from thinkfold.errors import ParameterError
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import renamed
 from thinkfold.server.reply import Run
+from thinkfold.server.turns import NextTurn
 from thinkfold.types import Phase, ThinkingParams
 
 _PLACE = re.compile(r"messages\[(\d+)\]")
@@ -72,6 +73,10 @@ class Conversation:
                 last["content"] += run.text
             else:
                 self.add_text("output", "assistant", run.text)
+
+    def turn(self, thinking: ThinkingParams) -> NextTurn:
+        """What its next turn begins with, once the answer is there."""
+        return NextTurn(list(self.messages), thinking.template_switch, thinking.reasoning_effort)
 
     def encode(self, engine: Engine, thinking: ThinkingParams) -> list[int]:
         """The prompt's tokens. Raises ParameterError that names the client's field."""

@@ -19,8 +19,9 @@ from thinkfold.server.feed import Feed
 from thinkfold.server.folds import EVENT, SEGMENT_EVENT, fold_data, log_fold, segment_data
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
-from thinkfold.server.state import owned, state_of
+from thinkfold.server.state import owned, state_of, tenant_of
 from thinkfold.server.streaming import EventStream
+from thinkfold.server.turns import NextTurn, compute_ahead
 from thinkfold.types import CompletionOutput, FoldParams, RequestOutput, SamplingParams, ThinkingParams
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Job:
     stream: bool
     fold: FoldParams | None = None
     events: bool = False
+    turn: NextTurn | None = None  # where the reply is an answer in a chat
     names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields as the client knows them
 
     @property
@@ -87,7 +89,9 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
     timer = state.metrics.timer()
     namespace = owned(request, job.namespace)
     lease = state.access.lease(request, job.thinking_choices)
-    feed = Feed(request, [_generate(engine, job, i, namespace, lease) for i in range(len(job.prompts))])
+    feed = Feed(
+        request, [_generate(engine, job, i, namespace, lease, tenant_of(request)) for i in range(len(job.prompts))]
+    )
     handed_over = False
 
     async def close() -> None:
@@ -108,9 +112,10 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
 
 
 async def _generate(
-    engine: Engine, job: Job, index: int, namespace: tuple[str, ...], lease: Lease
+    engine: Engine, job: Job, index: int, namespace: tuple[str, ...], lease: Lease, owner: str
 ) -> AsyncGenerator[RequestOutput, None]:
     request_id = job.response_id if len(job.prompts) == 1 else f"{job.response_id}-{index}"
+    turn = job.turn if job.sampling.n == 1 else None  # of several choices nobody knows which one goes on
     outputs = engine.generate(
         job.prompts[index], job.sampling, job.thinking, job.fold, request_id=request_id, namespace=namespace
     )
@@ -118,6 +123,10 @@ async def _generate(
         try:
             async for output in outputs:
                 lease.note(index, output)
+                if turn is not None:
+                    turn.note(output)
+                    if output.finished:
+                        compute_ahead(engine, turn, request_id, namespace, owner)
                 yield output
         except ParameterError as error:
             raise renamed(error, job.names) from None

@@ -43,6 +43,8 @@ _COUNTERS = {
     "answer_tokens": "Tokens generated outside thinking",
     "discarded_tokens": "Tokens generated and thrown away",
     "probe_tokens": "Tokens computed for probes on the side",
+    "ahead_tokens": "Tokens computed ahead of a chat's next turn; no request pays for them",
+    "warm_tokens": "Tokens computed for pinned prefixes",
     "folds": "Spans of thinking that were folded",
     "folds_refused": "Spans of thinking that the gate kept raw",
     "folded_tokens": "Thinking tokens whose KV was replaced by a summary",
@@ -150,7 +152,7 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     use = stats.kv_pages
     total = max(1, use.total)
     yield GaugeMetricFamily("thinkfold_kv_use", "Share of pages that requests hold", value=use.held / total)
-    idle = "Share of pages that only the prefix cache holds; they are given up when somebody needs them"
+    idle = "Share of pages that only the prefix cache holds, pinned ones too; whoever needs them gets them"
     yield GaugeMetricFamily("thinkfold_kv_cached", idle, value=use.cached / total)
     rate = stats.prefix_hit_tokens / max(1, stats.prefix_queried_tokens)
     yield GaugeMetricFamily("thinkfold_prefix_hit_rate", "Found share of looked-up prompt tokens", value=rate)

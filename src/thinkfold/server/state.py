@@ -52,5 +52,9 @@ def tenant_of(request: Request) -> str:
 
 def owned(request: Request, labels: tuple[str, ...]) -> tuple[str, ...]:
     """The namespace of a request's work: its tenant's, and inside it the request's own `labels`."""
-    tenant = tenant_of(request)
+    return owned_by(tenant_of(request), labels)
+
+
+def owned_by(tenant: str, labels: tuple[str, ...]) -> tuple[str, ...]:
+    """The same for a tenant who is known; "" is nobody."""
     return (f"tenant={tenant}", *labels) if tenant else labels

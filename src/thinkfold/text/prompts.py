@@ -60,6 +60,7 @@ class PromptRenderer:
         self._longest_token = _longest_token(self._tokenizer)
         self._shows_calls, self._shows_results = self._shown_tool_parts()
         self._named_roles = self._roles_with_names()
+        self.strips_thinking = self._strips_thinking()
 
     @property
     def source(self) -> str:
@@ -148,6 +149,29 @@ class PromptRenderer:
             rendered = self._continue(rendered, prefill)
         return self._controls.encode(rendered)
 
+    def encode_history(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Ids that every chat begins with which goes on from `messages` with a user's message.
+
+        That is what two such chats have in common. Raises ParameterError like `encode_chat`.
+        """
+        first, second = (
+            self.encode_chat(
+                [*messages, {"role": "user", "content": text}],
+                enable_thinking=enable_thinking,
+                tools=tools,
+                reasoning_effort=reasoning_effort,
+            )
+            for text in ("a", "1")
+        )
+        pairs = enumerate(zip(first, second, strict=False))
+        return first[: next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))]
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; of a character in several tokens, its part of it."""
         return self._vocabulary.token_bytes(token_id)
@@ -190,6 +214,14 @@ class PromptRenderer:
         except ParameterError:
             return True, True  # a strict template: it refuses by itself what it cannot show
         return "ProbeCall" in rendered, "ProbeResult" in rendered
+
+    def _strips_thinking(self) -> bool:
+        """Whether the template leaves an earlier answer's thinking out of the prompt."""
+        user, thought = Message("user", "q"), Message("assistant", "ProbeAnswer", reasoning="ProbeThought")
+        try:
+            return "ProbeThought" not in self._render([user, thought, user], None, {})
+        except ParameterError:
+            return False
 
     def _roles_with_names(self) -> frozenset[str]:
         """Roles whose `name` the template writes into the prompt."""

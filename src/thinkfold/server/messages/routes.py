@@ -41,28 +41,31 @@ async def count_tokens(request: Request) -> dict[str, Any]:
     return {"input_tokens": len(await asyncio.to_thread(_encode, engine, body, seal))}
 
 
-def _encode(engine: Engine, body: PromptFields, seal: ThinkingSeal, max_tokens: int | None = None) -> list[int]:
+def _encode(engine: Engine, body: PromptFields, seal: ThinkingSeal) -> list[int]:
     check_model(engine, body.model)
-    thinking = body.thinking_params(max_tokens)
-    return conversation_of(body, seal).encode(engine, thinking)
+    return conversation_of(body, seal).encode(engine, body.thinking_params(None))
 
 
 def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: str) -> tuple[Job, MessageWriter]:
     """Everything that takes time before the engine: checks, template, tokens."""
     seal = ThinkingSeal(state.options.keyring, tenant)
+    model = check_model(engine, body.model)
     with naming(NAMES):
         sampling = body.sampling_params(state.slot.sampling_defaults)
-        prompt = _encode(engine, body, seal, body.max_tokens)
+        thinking = body.thinking_params(body.max_tokens)
+        chat = conversation_of(body, seal)
+        prompt = chat.encode(engine, thinking)
     job = Job(
         response_id=f"msg_{uuid.uuid4().hex}",
-        model=check_model(engine, body.model),
+        model=model,
         prompts=[prompt],
         sampling=sampling,
-        thinking=body.thinking_params(body.max_tokens),
+        thinking=thinking,
         namespace=body.namespace,
         stream=bool(body.stream),
         fold=body.fold_params(),
         events=body.wants_events,
+        turn=chat.turn(thinking),
         names=NAMES,
     )
     return job, MessageWriter(job, seal, omits_thinking=body.omits_thinking)

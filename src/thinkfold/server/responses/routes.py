@@ -96,6 +96,7 @@ def _prepare(
         stream=bool(body.stream),
         fold=body.fold_params(),
         events=body.wants_events,
+        turn=prompt.turn(thinking),
         names=body.names,
     )
     frame = Frame(
