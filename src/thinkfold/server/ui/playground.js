@@ -69,7 +69,7 @@ export class Playground {
     const custom = this.level === "custom";
     const budget = this.card?.thinking?.efforts[this.level];
     byId("budget-label").hidden = !custom;
-    put(byId("depth-text"), custom ? "at most" : `${this.level}${budget ? `: at most ${count(budget)} tokens` : ""}`);
+    put(byId("depth-text"), custom ? "custom:" : `${this.level}${budget ? `: at most ${count(budget)} tokens` : ""}`);
     byId("depth").setAttribute("aria-valuetext", this.level);
     put(byId("fold-text"), FOLDING[this.folding]);
   }
