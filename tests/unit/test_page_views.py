@@ -200,6 +200,7 @@ def test_the_engine_view(page: Page) -> None:
         "summary": "2",
         "answer": "0",
         "cached": "16",
+        "pinned": "0",
         "free": "43",
         "host": "none",
     }

@@ -64,6 +64,7 @@ async def test_the_engine_of_this_moment() -> None:
     assert (first["model"], first["ready"], first["reason"]) == ("tiny", True, "")
     assert first["pages"] == {
         "total": 64,
+        "held": 5,
         "free": 43,
         "by_class": {"thinking": 3, "summary": 2, "cached": 16},
         "host": {"total": 0, "used": 0},

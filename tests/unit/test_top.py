@@ -28,6 +28,7 @@ ENGINE: dict[str, Any] = {
     "waiting": 2,
     "pages": {
         "total": 200,
+        "held": 130,
         "free": 40,
         "by_class": {"prompt": 20, "thinking": 80, "summary": 20, "answer": 10, "cached": 30},
         "host": {"total": 64, "used": 8},

@@ -61,12 +61,6 @@ class Reading:
         return Reading(engine, tokens / seconds if seconds > 0 and tokens >= 0 else None)
 
     @property
-    def held(self) -> int:
-        """Pages of requests; those that only the prefix cache holds are as good as free."""
-        pages = self.engine["pages"]
-        return pages["total"] - pages["free"] - pages["by_class"].get("cached", 0)
-
-    @property
     def hit_rate(self) -> float | None:
         """Found share of the prompt tokens looked up in the prefix cache."""
         prefix = self.engine["prefix"]

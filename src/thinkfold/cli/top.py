@@ -20,8 +20,12 @@ def add_parser(subparsers: Any) -> None:
         description=f"KV memory by class, requests, throughput and the pressure ladder. A key comes from {API_KEY}.",
         allow_abbrev=False,
     )
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+    )
     parser.set_defaults(run=run)
 
 

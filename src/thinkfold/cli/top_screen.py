@@ -22,6 +22,7 @@ COLOURS = {
     "summary": "#cd7fcd",
     "answer": "#3fb68b",
     "cached": "#76829a",
+    "pinned": "#c09a70",
     "free": "#3a4252",
     "host": "#46b8cc",
 }
@@ -154,7 +155,7 @@ def numbers(reading: Reading) -> Table:
     table = _table("now")
     table.add_row("running", f"{engine['running']:,}")
     table.add_row("waiting", f"{engine['waiting']:,}")
-    table.add_row("KV held", f"{reading.held / max(1, pages['total']):.1%} of {pages['total']:,} pages")
+    table.add_row("KV held", f"{pages['held'] / max(1, pages['total']):.1%} of {pages['total']:,} pages")
     table.add_row("prefix hits", "–" if reading.hit_rate is None else f"{reading.hit_rate:.0%}")
     table.add_row("folds", f"{folds['done']:,} ({folds['tokens']:,} tokens), {folds['refused']:,} refused")
     table.add_row("KV so far", f"{engine['totals']['kv_byte_seconds'] / 1e9:,.1f} GB·s")

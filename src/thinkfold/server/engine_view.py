@@ -50,10 +50,12 @@ async def show_engine(request: Request) -> dict[str, Any]:
 
 
 def _pages(stats: EngineStats, model: ModelInfo) -> dict[str, Any]:
-    """Pages of the pool by class, and of the host tier."""
+    """Pages of the pool by class, and of the host tier; requests have those that are `held`."""
+    use = stats.kv_pages
     return {
-        "total": stats.pages_total,
-        "free": stats.kv_pages.free,
+        "total": use.total,
+        "held": use.held,
+        "free": use.free,
         "by_class": stats.pages_by_class,
         "host": {"total": stats.host_pages, "used": stats.host_pages_used},
         "page_size": model.page_size,

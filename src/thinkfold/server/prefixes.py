@@ -69,6 +69,7 @@ class WarmFile(StrictModel):
 
 @router.post("/v1/thinkfold/prefixes")
 async def pin(request: Request) -> dict[str, Any]:
+    """Prefill and pin a prefix for the caller's tenant."""
     state = state_of(request)
     engine = state.slot.require()
     body = await read_body(request, PrefixRequest, state.options.max_body_bytes)
@@ -78,12 +79,14 @@ async def pin(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/thinkfold/prefixes")
 async def pinned(request: Request) -> dict[str, Any]:
+    """The pinned prefixes of the caller's tenant."""
     engine = warmable(state_of(request).slot.require())
     return {"object": "list", "data": [_shown(one) for one in await engine.pinned(tenant_of(request))]}
 
 
 @router.delete("/v1/thinkfold/prefixes/{name}")
 async def unpin(request: Request, name: str) -> dict[str, Any]:
+    """Unpin a prefix of the caller's tenant; its pages become cached ones."""
     await warmable(state_of(request).slot.require()).unpin(name, tenant_of(request))
     return {"name": name, "object": "thinkfold.prefix", "deleted": True}
 

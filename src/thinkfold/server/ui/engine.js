@@ -3,7 +3,7 @@
 import { json } from "./api.js";
 import { byId, bytes, count, element, put, rows, share } from "./dom.js";
 
-const CLASSES = ["prompt", "thinking", "summary", "answer", "cached"];
+const CLASSES = ["prompt", "thinking", "summary", "answer", "cached", "pinned"];
 const CHARTED = ["summary", "prompt", "thinking", "answer"]; // from the ground up
 const CELLS = 384; // divides into rows of 32 and of 24
 const HOST_CELLS = 96;
@@ -33,7 +33,7 @@ export class EngineView {
 
   get memory() {
     const pages = this.samples.at(-1)?.pages;
-    return pages ? { held: held(pages), total: pages.total } : { held: 0, total: 0 };
+    return pages ? { held: pages.held, total: pages.total } : { held: 0, total: 0 };
   }
 
   // Ask now and then again and again, while somebody looks.
@@ -94,7 +94,7 @@ export class EngineView {
 
   #chart() {
     const { samples } = this;
-    const top = Math.max(8, ...samples.map(({ pages }) => held(pages)));
+    const top = Math.max(8, ...samples.map(({ pages }) => pages.held));
     const now = samples.at(-1).clock_s;
     const x = ({ clock_s: at }) => (120 * (1 - (now - at) / WINDOW_S)).toFixed(2);
     let ground = samples.map(() => 0);
@@ -106,7 +106,7 @@ export class EngineView {
       this.areas[index].setAttribute("d", samples.length > 1 ? `M${line(roof, there)} L${line(ground, there.toReversed())} Z` : "");
       ground = roof;
     });
-    put(byId("chart-note"), `highest: ${count(Math.max(...samples.map(({ pages }) => held(pages))))} pages`);
+    put(byId("chart-note"), `highest: ${count(Math.max(...samples.map(({ pages }) => pages.held)))} pages`);
   }
 
   #now(sample, last) {
@@ -115,7 +115,7 @@ export class EngineView {
     const rate = passed > 0 ? Math.max(0, sample.totals.generated_tokens - last.totals.generated_tokens) / passed : 0;
     rows(byId("tiles"), [
       ["running", count(sample.running)], ["waiting", count(sample.waiting)], ["tokens a second", rate < 10 ? rate.toFixed(1) : count(rate)],
-      ["KV held", share(held(pages), pages.total)], ["prefix hits", share(prefix.hit_tokens, prefix.queried_tokens)], ["folds", `${count(folds.done)}${folds.refused ? ` (${count(folds.refused)} refused)` : ""}`],
+      ["KV held", share(pages.held, pages.total)], ["prefix hits", share(prefix.hit_tokens, prefix.queried_tokens)], ["folds", `${count(folds.done)}${folds.refused ? ` (${count(folds.refused)} refused)` : ""}`],
     ]);
     put(byId("now-note"), `${bytes(sample.totals.kv_byte_seconds)}·s of KV so far`);
   }
@@ -131,9 +131,6 @@ export class EngineView {
     });
   }
 }
-
-// Pages of requests; those that only the prefix cache holds are as good as free.
-const held = (pages) => pages.total - pages.free - (pages.by_class.cached ?? 0);
 
 function cellsIn(root, size) {
   const cells = Array.from({ length: size }, () => element("i"));
