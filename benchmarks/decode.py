@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 
 from thinkfold import EngineConfig, SamplingParams
+from thinkfold.attention.fp8 import FP8
 from thinkfold.cli import rows
 from thinkfold.control.parts import PartControl
 from thinkfold.engine.core import EngineCore
@@ -36,7 +37,6 @@ from thinkfold.errors import ParameterError
 from thinkfold.kv.manager import KVManager
 from thinkfold.runner import loader
 from thinkfold.runner.loader import LoadedModel
-from thinkfold.runner.memory import kv_dtype
 from thinkfold.runner.model_runner import ModelRunner
 from thinkfold.runner.storage import page_bytes
 from thinkfold.scheduler.output import StepPlan, StepResult
@@ -229,7 +229,8 @@ def base_config(args: argparse.Namespace, folder: str) -> EngineConfig:
 
 def token_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """Bytes of one entry in all layers and heads, scales included."""
-    return page_bytes(loaded.num_layers, loaded.num_kv_heads, 1, loaded.head_dim, kv_dtype(config, loaded))
+    dtype = FP8 if config.kv_cache_dtype == "fp8_e4m3" else loaded.dtype
+    return page_bytes(loaded.num_layers, loaded.num_kv_heads, 1, loaded.head_dim, dtype)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

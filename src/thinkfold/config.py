@@ -46,7 +46,7 @@ class EngineConfig:
     `handle_ttl_s` is the seconds after which an unused one goes.
     `page_size` is the tokens of one KV page: 8, 16, 32 or 64.
     `kv_cache_bytes` fixes the KV pool; None sizes it by a profiling run.
-    `kv_cache_dtype` auto and model are the model's dtype; fp8_e4m3 has a scale a token and head.
+    `kv_cache_dtype` model is the model's dtype; fp8_e4m3 has a scale a token and head; auto measures which of them.
     `swap_space_bytes` is host memory for KV that leaves the device; 0 is none.
     `gpu_memory_utilization` is the share of the device (of free memory on a CPU) to stay within.
     `enable_prefix_caching` shares the KV of equal visible prefixes between requests.
@@ -93,7 +93,7 @@ class EngineConfig:
     handle_ttl_s: float = 300.0
     page_size: int = 16
     kv_cache_bytes: int | None = None
-    kv_cache_dtype: Literal["auto", "model", "fp8_e4m3"] = "auto"
+    kv_cache_dtype: Literal["auto", "model", "fp8_e4m3"] = "model"
     swap_space_bytes: int = 0
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True

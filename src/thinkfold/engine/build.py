@@ -56,6 +56,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         handle_ttl_s=config.handle_ttl_s,
         pin_share=config.pin_share,
         window=runner.window,
+        kv_fp8_error=runner.fp8_error or 0.0,
     )
     model = ModelInfo(
         name=config.served_model_name or config.model,
@@ -70,6 +71,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         thinks=family is not None,
         budget_enforced=family is not None and bool(family.force_ids),
         window=runner.window,
+        kv_dtype=str(runner.kv_dtype).removeprefix("torch."),
+        fp8_error=runner.fp8_error,
     )
     return core, model
 

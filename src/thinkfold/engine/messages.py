@@ -14,7 +14,8 @@ class ModelInfo:
     """What the front needs to know about the loaded model and its KV pool.
 
     `kv_capacity` are the raw KV entries that the pool holds; a request that folds can be longer. `window`
-    tokens are all that some layers see, and stay raw; 0 where all layers see everything.
+    tokens are all that some layers see, and stay raw; 0 where all layers see everything. `fp8_error` is the
+    relative error of the worst layer's attention with fp8 KV, where it was measured.
     """
 
     name: str
@@ -29,6 +30,8 @@ class ModelInfo:
     thinks: bool
     budget_enforced: bool
     window: int = 0
+    kv_dtype: str = ""
+    fp8_error: float | None = None
 
     @property
     def max_prompt_len(self) -> int:
@@ -75,6 +78,7 @@ class EngineStats:
     ahead_tokens: int = 0
     warm_tokens: int = 0
     handles: int = 0
+    kv_fp8_error: float = 0.0
     folds: int = 0
     folds_refused: int = 0
     folded_tokens: int = 0

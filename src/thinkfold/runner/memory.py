@@ -41,12 +41,13 @@ class DeviceMemory:
         loaded: LoadedModel,
         budgets: FoldBudgets,
         max_model_len: int,
+        dtype: torch.dtype,
         num_pages: int,
         host_pages: int = 0,
     ) -> None:
         layers, heads, page_size = loaded.num_layers, loaded.num_kv_heads, config.page_size
         device, slots = loaded.device, config.max_num_seqs
-        self._shape = (layers, heads, page_size, loaded.head_dim, kv_dtype(config, loaded))
+        self._shape = (layers, heads, page_size, loaded.head_dim, dtype)
         self._device = device
         self._with_bias = any(budgets.mass)
         self._reserved = False
@@ -146,11 +147,6 @@ def _note(news: FoldNews, fold_id: int, error: Exception) -> None:
         raise error
     logger.exception("a fold has failed")
     news.faults.append((fold_id, f"{type(error).__name__}: {error}"))
-
-
-def kv_dtype(config: EngineConfig, loaded: LoadedModel) -> torch.dtype:
-    """What keys and values are stored as."""
-    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else loaded.dtype
 
 
 def fold_budgets(loaded: LoadedModel) -> FoldBudgets:

@@ -19,6 +19,7 @@ from thinkfold.runner import forward_batch, loader, sizing
 from thinkfold.runner.forward import forward
 from thinkfold.runner.graphs import Capture, CudaCapture, StepGraphs
 from thinkfold.runner.invariance import row_tile, threads_change_no_bit
+from thinkfold.runner.kv_check import stored_dtype
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.memory import DeviceMemory, fold_budgets
 from thinkfold.runner.sampler import NUM_STATS, Sampler, SamplerInputs
@@ -79,7 +80,8 @@ class ModelRunner:
         ends = tuple(sorted(i for i in ends if i < loaded.vocab_size))
         self._sampler = Sampler(loaded.vocab_size, config.max_num_seqs, ends, end_marker_id, self._device)
         self.budgets = fold_budgets(loaded)
-        self._memory = DeviceMemory(config, loaded, self.budgets, self.max_model_len, 2)
+        self.kv_dtype, self.fp8_error = stored_dtype(config, loaded, self.budgets, self._token_tile)
+        self._memory = DeviceMemory(config, loaded, self.budgets, self.max_model_len, self.kv_dtype, 2)
         self.graphs = self._make_graphs(capture or _own_capture(config, self._device))
         self._profile(1)
         self._take_pages()

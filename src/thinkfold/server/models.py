@@ -55,6 +55,7 @@ def _card(slot: EngineSlot) -> dict[str, Any]:
             "default_thinking_budget": engine.config.default_thinking_budget,
             "sampling_defaults": dict(slot.sampling_defaults),
             "kv_capacity": model.kv_capacity,
+            "kv_cache": {"dtype": model.kv_dtype, "fp8_error": model.fp8_error},
             "thinking": _thinking(engine, model) if model.thinks else None,
             "fold": _fold(engine, model),
         },
