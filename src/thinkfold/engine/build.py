@@ -56,7 +56,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         handle_ttl_s=config.handle_ttl_s,
         pin_share=config.pin_share,
         window=runner.window,
-        kv_fp8_error=runner.fp8_error or 0.0,
+        kv_quantisation_error=runner.fp8_error or 0.0,
     )
     model = ModelInfo(
         name=config.served_model_name or config.model,

@@ -61,7 +61,7 @@ class EngineCore:
         max_handles: int = 64,
         handle_ttl_s: float = 300.0,
         pin_share: float = 0.25,
-        kv_fp8_error: float = 0.0,
+        kv_quantisation_error: float = 0.0,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -80,7 +80,7 @@ class EngineCore:
         self.handles = Handles(scheduler, make_control, clock, most=max_handles, ttl_s=handle_ttl_s)
         self.prefixes = Prefixes(scheduler.kv, scheduler.ahead, clock, pin_share)
         self.orders = Orders(self)
-        self._stats = EngineStats(pages_total=scheduler.kv.num_pages, kv_fp8_error=kv_fp8_error)
+        self._stats = EngineStats(pages_total=scheduler.kv.num_pages, kv_quantisation_error=kv_quantisation_error)
         self._reasons: Counter[str] = Counter()
         self._thinking_reasons: Counter[str] = Counter()
 

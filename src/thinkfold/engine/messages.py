@@ -78,7 +78,7 @@ class EngineStats:
     ahead_tokens: int = 0
     warm_tokens: int = 0
     handles: int = 0
-    kv_fp8_error: float = 0.0
+    kv_quantisation_error: float = 0.0
     folds: int = 0
     folds_refused: int = 0
     folded_tokens: int = 0

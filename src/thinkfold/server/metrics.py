@@ -28,7 +28,7 @@ _GAUGES = {
     "waiting": "Requests in the queue",
     "handles": "Kept states of branches",
     "pages_total": "Pages of the KV pool",
-    "kv_fp8_error": "Error of the worst layer's attention with fp8 KV, measured at start; 0 where it was not",
+    "kv_quantisation_error": "Error of the worst layer's attention with fp8 KV, measured at start; 0 where it was not",
     "host_pages": "Pages of the host tier",
     "host_pages_used": "Pages of the host tier that hold something",
 }
