@@ -1,4 +1,4 @@
-"""The examples run as they are written (with random weights, so what they print is noise)."""
+"""The examples run as they are written: some on random weights, where what they print is noise, some on Pebble."""
 
 from __future__ import annotations
 
@@ -45,6 +45,25 @@ def test_offline_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "then said" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "said"),
+    [("anthropic_messages", "", "boxed{12}"), ("folding", "/v1", "become 32 entries")],
+)
+def test_examples_on_the_trained_model(
+    name: str, path: str, said: str, pebble: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, f"{pebble.url}{path}"])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert said in capsys.readouterr().out
+
+
+def test_a_selector_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "custom_selector.py"), run_name="__main__")
+    lines = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    errors = {name: float(error) for name, error in lines}
+    assert errors["ValueNorm (yours)"] < errors["streaming"] < errors["drop"]
+
+
 def test_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(lengths) == 3 and max(lengths.values()) < 40
+    assert len(lengths) == 6 and max(lengths.values()) < 40

@@ -49,7 +49,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def inline(page: Path) -> list[list[str]]:
+    """`thinkfold` commands within a sentence or a table that name more than the command."""
+    found = re.findall(r"`(thinkfold (?:serve|ask|eval|calibrate|bench) [^`]+)`", page.read_text())
+    return [shlex.split(text) for text in found if "NAME" not in text]
+
+
 ALL_COMMANDS = [words for page in PAGES for words in commands(page)]
+INLINE = [words for page in PAGES for words in inline(page)]
 SNIPPETS = blocks(README, "python")
 
 
@@ -103,7 +110,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_commands_and_their_options_exist() -> None:
-    for words in (words for words in ALL_COMMANDS if words[0] == "thinkfold"):
+    for words in (words for words in ALL_COMMANDS + INLINE if words[0] == "thinkfold"):
         command = words[1:3] if words[1] == "bench" else words[1:2]
         if words[1] == "bench" and "--model" in words:  # a bench may have a script a kind of model
             command = [*command, "--model", words[words.index("--model") + 1]]
@@ -134,6 +141,14 @@ def test_curl_commands_are_answered(server: str) -> None:
         with urllib.request.urlopen(urllib.request.Request(url, body, dict([header])), timeout=120) as reply:
             answer = json.load(reply)
         assert answer["choices"][0]["message"]["reasoning"]
+
+
+def test_tests_named_in_pages_exist() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        named = re.findall(r"`pytest (?:-k )?([\w/.]+)`", page.read_text())
+        missing = [n for n in named if not (ROOT / n).is_file() and f"def {n}" not in code]
+        assert not missing, f"{page.name}: {missing}"
 
 
 def test_the_tree_matches_the_disk() -> None:
