@@ -20,8 +20,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CHINESE = ROOT / "README.zh.md"
 PAGES = [
     README,
+    CHINESE,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks/README.md",
@@ -131,6 +133,20 @@ def test_snippets_run(snippet: str, request: pytest.FixtureRequest) -> None:
     done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 0
+
+
+def test_the_chinese_readme_says_the_same() -> None:
+    def code(page: Path, language: str) -> list[str]:
+        return [re.sub(r" +#.*", "", block) for block in blocks(page, language)]
+
+    assert code(CHINESE, "python") == code(README, "python")
+    assert code(CHINESE, "sh") == code(README, "sh")
+    pictures = [re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text()) for page in (README, CHINESE)]
+    assert pictures[0] == pictures[1]
+    ours, theirs = (set(re.findall(r"\]\(([^)]+)\)", page.read_text())) for page in (README, CHINESE))
+    assert {link for link in ours if link.startswith("docs/")} - theirs <= {"docs/lab-notes.md"}
+    numbers = [set(re.findall(r"\d[\d,.]*\d", page.read_text())) for page in (CHINESE, README)]
+    assert numbers[0] <= numbers[1]
 
 
 def test_curl_commands_are_answered(server: str) -> None:
