@@ -170,7 +170,10 @@ def _flag(action: argparse.Action) -> tuple[str, str, str]:
         )
     names = code(action.option_strings) or f"`{action.dest}`"
     assert "%(" not in (action.help or ""), action.dest
-    return names, values, (action.help or "").replace("%%", "%")
+    text = (action.help or "").replace("%%", "%")
+    if text.startswith("one of: "):  # scripts of a checkout come and go
+        text = "one of the [benchmarks](../../benchmarks/README.md)"
+    return names, values, text
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
