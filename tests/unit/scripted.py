@@ -17,7 +17,7 @@ from thinkfold.pebble import pebble_path
 from thinkfold.scheduler.scheduler import Scheduler
 from thinkfold.text.vocabulary import Vocabulary
 from thinkfold.thinking.families import resolve_family
-from thinkfold.types import EngineRequest, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import EngineRequest, RequestOutput, SamplingParams, Service, ThinkingParams
 
 PAGE = 4
 
@@ -74,7 +74,9 @@ class Engine:
     outputs: dict[str, RequestOutput]
     finals: dict[str, int]
 
-    def add(self, prompt=OPEN_PROMPT, *, request_id="r", token_of=None, budget=None, thinking=None, **sampling):
+    def add(
+        self, prompt=OPEN_PROMPT, *, request_id="r", token_of=None, budget=None, thinking=None, service=None, **sampling
+    ):
         """Queue one request as AsyncEngine would resolve it."""
         prompt_ids = ids(prompt) if isinstance(prompt, str) else list(prompt)
         sampling = {"max_tokens": 200, "seed": 0, "temperature": 0.0, **sampling}
@@ -94,6 +96,7 @@ class Engine:
                 max_tokens=sampling["max_tokens"],
                 max_model_len=4096,
             ),
+            service=service or Service(),
         )
         if token_of is not None:
             self.runner.scripts[request_id] = (token_of, len(prompt_ids))

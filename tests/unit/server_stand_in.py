@@ -27,10 +27,12 @@ from thinkfold.types import (
     FinishReason,
     Fold,
     FoldParams,
+    Limits,
     Phase,
     RequestOutput,
     SamplingParams,
     Segment,
+    Service,
     ThinkingEndReason,
     ThinkingParams,
     ThinkingPolicy,
@@ -58,6 +60,7 @@ class Call:
     thinking: ThinkingParams
     namespace: tuple[str, ...]
     fold: FoldParams | None = None
+    service: Service = field(default_factory=Service)
 
 
 @dataclass(slots=True)
@@ -136,14 +139,17 @@ class ScriptedEngine:
         *,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
+        service: Service | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         prompt = self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
-        self.calls.append(Call(prompt, sampling, thinking, namespace, fold))
+        self.calls.append(Call(prompt, sampling, thinking, namespace, fold, service or Service()))
         if self.refuse is not None:
             raise self.refuse
         policy = resolve_fold(
             fold, config=self.config, thinks=True, selectors=SELECTORS, token_id=lambda text, field: 0
         )
+        service = service or Service()
+        limits = Limits(None, (), service.tier.name, service.deadline_ms, service.max_cost)
         self.running += 1
         finished = False
         branches = [_Branch(self, i, prompt, sampling) for i in range(sampling.n)]
@@ -160,7 +166,9 @@ class ScriptedEngine:
                 if error is not None:
                     news.finish_reason = FinishReason.ERROR
                 finished = error is not None or all(b.out.finish_reason is not None for b in branches)
-                yield RequestOutput(request_id or "r", [news], _policy(thinking), costs, finished, error, policy)
+                yield RequestOutput(
+                    request_id or "r", [news], _policy(thinking), costs, finished, error, policy, limits
+                )
                 if finished:
                     return
         finally:

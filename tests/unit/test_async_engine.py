@@ -11,6 +11,7 @@ from scripted import OPEN_PROMPT, ids, loop, make_engine
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.engine.limits import Wish
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import CapacityError, EngineDeadError, ParameterError, QueueFullError, UnsupportedError
 from thinkfold.llm import collect
@@ -253,9 +254,15 @@ async def test_giving_up_while_the_model_loads_ends_the_core(gate):
     await until(lambda: not any(t.name == "thinkfold-core" for t in set(threading.enumerate()) - before))
 
 
+def accepted(engine, sampling):
+    """The request that would go to the core."""
+    wish = Wish(len(PROMPT), sampling.max_tokens, ThinkingParams(), FoldPolicy())
+    return engine._accept(PROMPT, sampling, wish, ())
+
+
 async def test_requests_can_be_sent_to_a_process_whatever_mapping_holds_their_bias(engine):
     sampling = SamplingParams(logit_bias=MappingProxyType({3: 1.0}))
-    request = engine._accept(PROMPT, sampling, ThinkingParams(), FoldPolicy(), ())
+    request = accepted(engine, sampling)
     assert pickle.loads(pickle.dumps(request)) == request
 
 
@@ -360,8 +367,6 @@ async def test_a_default_that_cannot_be_had_ends_the_start(gate, config):
 
 
 async def test_no_seed_differs_and_a_seed_repeats(engine):
-    seeds = [
-        engine._accept(PROMPT, SamplingParams(), ThinkingParams(), FoldPolicy(), ()).sampling.seed for _ in range(3)
-    ]
+    seeds = [accepted(engine, SamplingParams()).sampling.seed for _ in range(3)]
     assert len(set(seeds)) == 3
-    assert engine._accept(PROMPT, SamplingParams(seed=5), ThinkingParams(), FoldPolicy(), ()).sampling.seed == 5
+    assert accepted(engine, SamplingParams(seed=5)).sampling.seed == 5

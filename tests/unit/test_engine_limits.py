@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 from scripted import language
 
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import ModelInfo
-from thinkfold.errors import CapacityError
-from thinkfold.types import Clamp, FoldMode, FoldPolicy, ThinkingParams
+from thinkfold.errors import CapacityError, UnsupportedError
+from thinkfold.types import Clamp, FoldMode, FoldPolicy, Service, ThinkingParams, Tier
 
 OFF = FoldPolicy(FoldMode.OFF)
 EAGER = FoldPolicy(FoldMode.EAGER)
@@ -21,8 +22,9 @@ def granter(capacity: int, length: int = 16_384, default: int = 16_384) -> Grant
     return Granter(model, language()[2], default_budget=default, default_enabled=True, switch=True)
 
 
-def grant(capacity, max_tokens=None, fold=OFF, prompt=100, **thinking):
-    return granter(capacity).grant(Wish(prompt, max_tokens, ThinkingParams(**thinking), fold))
+def grant(capacity, max_tokens=None, fold=OFF, prompt=100, service=None, **thinking):
+    wish = Wish(prompt, max_tokens, ThinkingParams(**thinking), fold, service or Service())
+    return granter(capacity).grant(wish)
 
 
 def test_ample_memory_clamps_nothing_that_was_not_asked_for():
@@ -104,3 +106,52 @@ def test_without_thinking_only_max_tokens_counts():
 def test_no_limit_stays_no_limit():
     limits, policy = grant(4000, thinking_token_budget=-1)
     assert policy.budget is None and [c.field for c in limits.clamped] == ["max_tokens"]
+
+
+def test_a_tiers_budget_is_the_default_and_the_most_that_may_be_asked_for():
+    tier = Service(Tier("quick", budget=1000))
+    limits, policy = grant(100_000, service=tier)
+    assert (policy.budget, policy.source, limits.tier, limits.clamped) == (1000, "default", "quick", ())
+    assert grant(100_000, service=tier, thinking_token_budget=300)[1].budget == 300
+    for wish, asked, field in (
+        ({"thinking_token_budget": 5000}, 5000, "thinking_token_budget"),
+        ({"thinking_token_budget": -1}, None, "thinking_token_budget"),
+        ({"reasoning_effort": "high"}, 65_536, "reasoning_effort"),
+        ({"reasoning_effort": "max"}, None, "reasoning_effort"),
+    ):
+        limits, policy = grant(100_000, service=tier, **wish)
+        assert policy.budget == 1000 and limits.clamped == (Clamp(field, asked, 1000, "tier"),), wish
+    assert grant(100_000, service=Service(Tier("deep", budget=65_536)))[1].budget == 16_284 - 1628
+    assert not grant(100_000, service=tier, enabled=False)[1].enabled
+
+
+def test_what_is_left_of_a_session_is_a_limit_below_the_tiers():
+    limits, policy = grant(100_000, service=Service(Tier("t", budget=1000), session_budget=400))
+    assert policy.budget == 400 and limits.clamped == (Clamp("default_thinking_budget", 1000, 400, "session"),)
+    assert grant(100_000, service=Service(session_budget=400), thinking_token_budget=100)[1].budget == 100
+
+
+def test_a_quota_is_as_good_as_a_smaller_pool():
+    tier = Service(Tier("small", kv_quota=0.1))
+    with pytest.raises(CapacityError, match=r"^max_tokens: 5000 .* tier 'small' \(250 pages\) holds 3900 "):
+        grant(40_000, max_tokens=5000, service=tier)
+    assert grant(40_000, max_tokens=3900, service=tier)[0].max_tokens == 3900
+    with pytest.raises(CapacityError, match=r"^prompt: "):
+        grant(40_000, prompt=4000, service=tier)
+
+
+@pytest.mark.parametrize(
+    ("service", "field"),
+    [
+        (Service(Tier("t", budget=100)), "tier"),
+        (Service(session_budget=100), "session"),
+        (Service(deadline_ms=100), "deadline_ms"),
+        (Service(max_cost=1.0), "max_cost"),
+    ],
+)
+def test_limits_that_this_model_cannot_keep_are_refused(service, field):
+    family = replace(language()[2], force_ids=())
+    model = ModelInfo("m", "qwen3", 16_384, 1536, 6250, 16, 1, 100_000, "qwen3", True, False)
+    made = Granter(model, family, default_budget=-1, default_enabled=True, switch=True)
+    with pytest.raises(UnsupportedError, match=f"^{field}: "):
+        made.grant(Wish(100, None, ThinkingParams(), OFF, service))

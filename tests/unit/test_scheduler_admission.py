@@ -103,7 +103,7 @@ def test_a_cold_start_counts_on_the_budget():
 
 def test_a_model_that_opens_its_thinking_itself_is_counted_as_a_thinker():
     admission, running = Admission(4 * 1100 + 200, PAGE), [branch(n, 1) for n in range(1, 4)]
-    admission._answers.end(10, [])
+    admission._answers[""].end(10, [])
     silent = branch(9, phase=Phase.ANSWER)
     assert admission.admits(silent, running, usage(*running))
     assert not admission.admits(branch(10, phase=Phase.ANSWER), [*running, branch(9, 1, phase=Phase.ANSWER)], usage())
@@ -243,7 +243,7 @@ def test_more_risk_admits_more():
     admitted = {}
     for risk in (0.001, 0.02, 0.1, 0.5):
         admission = Admission(24_000, PAGE, risk)
-        admission._thinking = known
+        admission._thinking[""] = known
         running = [branch(1, 100, budget=16_000, max_tokens=16_500)]
         while len(running) < 30:
             if not admission.admits(branch(99, budget=16_000, max_tokens=16_500), running, usage(*running)):

@@ -111,7 +111,7 @@ async def test_costs_stand_in_usage() -> None:
     assert (spent["folds"], spent["folds_refused"], spent["folded_tokens"]) == (3, 1, 48)
     assert spent["tokens"]["prompt"] == whole["prompt_tokens"] and spent["tokens"]["cached"] == 2
     assert set(spent["kv"]) == {"byte_seconds", "peak_entries", "swapped_bytes", "preemptions"}
-    assert set(spent["time"]) == {"queue_s", "prefill_s", "thinking_s", "answer_s", "paused_s"}
+    assert set(spent["time"]) == {"queue_s", "prefill_s", "thinking_s", "answer_s", "paused_s", "device_s"}
     assert chunks[-1]["usage"] == whole
 
 

@@ -10,9 +10,11 @@ import pytest
 
 from thinkfold.cli.engine_flags import sentence
 from thinkfold.cli.main import USAGE_ERROR, build_parser, main
+from thinkfold.cli.profiles import PROFILES, settings_of
 from thinkfold.cli.settings import Resolved, ServeSettings, resolve
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
+from thinkfold.types import Prices
 
 
 def resolved(*argv: str, environ: dict[str, str] | None = None) -> Resolved:
@@ -77,3 +79,46 @@ def test_wrong_variables_are_named(name: str, value: str) -> None:
 def test_every_setting_says_what_it_is() -> None:
     for cls in (EngineConfig, ServeSettings):
         assert all(sentence(cls, field.name) for field in fields(cls))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_stands_in_for_what_is_left_open_and_says_why(profile: str, tmp_path: Path) -> None:
+    got = resolved("--profile", profile)
+    values = {f.name: getattr(part, f.name) for part in (got.engine, got.serve) for f in fields(part)}
+    assert {name: values[name] for name in PROFILES[profile]} == settings_of(profile)
+    assert {got.origins[name] for name in PROFILES[profile]} == {"profile"}
+    lines = got.explained()
+    assert len(lines) == len(PROFILES[profile]) and all(
+        choice.why in "\n".join(lines) for choice in PROFILES[profile].values()
+    )
+    path = tmp_path / "again.toml"
+    path.write_text(got.toml())
+    again = resolved("--config", str(path))
+    assert (again.engine, again.serve) == (got.engine, got.serve)
+
+
+def test_whatever_is_given_beats_the_profile(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text('profile = "agents"\ndefault_thinking_budget = 99\n')
+    got = resolved("--config", str(path), "--fold-policy", "off")
+    assert (got.engine.default_thinking_budget, got.engine.fold_policy) == (99, "off")
+    assert got.engine.kv_cache_dtype == "fp8_e4m3" and got.origins["kv_cache_dtype"] == "profile"
+    assert "default_thinking_budget = 99 (your file; the profile has 4096)" in "\n".join(got.explained())
+    assert (
+        resolved().explained() == [] and resolved("--profile", "maths", "--config", str(path)).serve.profile == "maths"
+    )
+    with pytest.raises(ParameterError, match=r"^profile: must be one of agents, maths, chains"):
+        resolved(environ={"THINKFOLD_PROFILE": "fast"})
+
+
+def test_prices_are_a_table_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("port = 1\n[prices]\nprompt = 0.5\nanswer = 2\n")
+    got = resolved("--config", str(path))
+    assert got.prices == Prices(gpu_second=0.0, prompt=0.5, answer=2) and got.serve.port == 1
+    path.write_text(got.toml())
+    assert resolved("--config", str(path)).prices == got.prices and resolved().prices == Prices()
+    for text, words in (("prices = 1", "prices: must be a table"), ("[prices]\nx = 1", "prices.x: there is no such")):
+        path.write_text(text)
+        with pytest.raises(ParameterError, match=words):
+            resolved("--config", str(path))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinkfold.cli.engine_flags import POSITIONAL, add_engine_flags, add_flags
 from thinkfold.cli.settings import Resolved, ServeSettings, resolve
+from thinkfold.types import Prices
 
 if TYPE_CHECKING:
     import uvicorn
@@ -51,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if "print_config" in args:
         print(settings.toml(), end="")
         return 0
-    options, access = server_options(settings.serve), access_rules(settings.serve, os.environ)
+    for line in settings.explained():
+        print(line, flush=True)
+    options, access = server_options(settings.serve, settings.prices), access_rules(settings.serve, os.environ)
     logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
     prefixes = warm_prefixes(settings.serve)
     sock = _listen(settings.serve.host, settings.serve.port)
@@ -61,10 +64,11 @@ def run(args: argparse.Namespace) -> int:
         sock.close()
 
 
-def server_options(settings: ServeSettings) -> ServerOptions:
-    """The HTTP side's limits. Raises ParameterError for a secret that cannot be used."""
+def server_options(settings: ServeSettings, prices: Prices | None = None) -> ServerOptions:
+    """The HTTP side's limits. Raises ParameterError for a secret or tiers that cannot be used."""
     from thinkfold.server.keyring import Keyring
     from thinkfold.server.state import ServerOptions
+    from thinkfold.server.tiers import load_tiers
 
     return ServerOptions(
         max_body_bytes=settings.max_body_bytes,
@@ -73,6 +77,12 @@ def server_options(settings: ServeSettings) -> ServerOptions:
         keyring=Keyring.from_file(settings.secret_file) if settings.secret_file else Keyring(),
         cors_origins=settings.cors_origins,
         page=settings.page,
+        tiers=load_tiers(settings.tiers) if settings.tiers else None,
+        prices=prices or Prices(),
+        max_sessions=settings.max_sessions,
+        session_ttl_s=settings.session_ttl_s,
+        step_cache_answers=settings.step_cache_answers,
+        step_cache_ttl_s=settings.step_cache_ttl_s,
     )
 
 

@@ -7,13 +7,15 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from thinkfold.cli.engine_flags import hint_of, listed
+from thinkfold.cli.profiles import explained, settings_of
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
+from thinkfold.types import Prices
 from thinkfold.types.checks import integer, number
 
 PREFIX = "THINKFOLD_"
@@ -36,6 +38,12 @@ class ServeSettings:
     `response_store_bytes` is memory for stored responses, 0 for none.
     `response_ttl_s` is how many seconds a response is stored since it was last used.
     `warm` is a JSON file of prefixes to compute and pin before the server is ready (see docs/api.md).
+    `profile` stands in for settings you leave open: agents, maths or chains (see docs/control.md).
+    `tiers` is a TOML file of classes of service (see docs/operations.md).
+    `max_sessions` bounds the agent sessions that are known at once.
+    `session_ttl_s` is how many seconds an agent session is known since its last call.
+    `step_cache_answers` bounds the answers of plan steps that are kept, 0 for none.
+    `step_cache_ttl_s` is how many seconds such an answer is kept.
     `secret_file` has at least 32 secret bytes that sign and seal thinking; servers that share it accept each other's.
     """
 
@@ -52,6 +60,12 @@ class ServeSettings:
     response_ttl_s: float = 3600.0
     warm: str | None = None
     secret_file: str | None = None
+    profile: Literal["agents", "maths", "chains"] | None = None
+    tiers: str | None = None
+    max_sessions: int = 10_000
+    session_ttl_s: float = 3600.0
+    step_cache_answers: int = 4096
+    step_cache_ttl_s: float = 3600.0
 
     def __post_init__(self) -> None:
         integer("port", self.port, 0, 65535)
@@ -60,6 +74,11 @@ class ServeSettings:
         number("drain_s", self.drain_s, 0.0, 86_400.0)
         integer("response_store_bytes", self.response_store_bytes, 0)
         number("response_ttl_s", self.response_ttl_s, 0, 10**9, open_low=True)
+        integer("max_sessions", self.max_sessions, 1)
+        integer("step_cache_answers", self.step_cache_answers, 0)
+        number("session_ttl_s", self.session_ttl_s, 0, 10**9, open_low=True)
+        number("step_cache_ttl_s", self.step_cache_ttl_s, 0, 10**9, open_low=True)
+        settings_of(self.profile)
         wrong = next((route for route in self.open_routes if not route.startswith("/")), None)
         if wrong is not None:
             raise ParameterError("open_routes", f"must begin with a slash, got {wrong!r:.60}")
@@ -67,20 +86,33 @@ class ServeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Effective settings and where each came from: flag, environment, file or default."""
+    """Effective settings and where each came from: flag, environment, file, profile or default.
+
+    `prices` come from the file's table of that name.
+    """
 
     engine: EngineConfig
     serve: ServeSettings
     origins: Mapping[str, str]
+    prices: Prices = field(default_factory=Prices)
+
+    def explained(self) -> list[str]:
+        """What the profile has set, and why; nothing without one."""
+        values = {f.name: getattr(part, f.name) for part in (self.engine, self.serve) for f in fields(part)}
+        profile = self.serve.profile
+        return [] if profile is None else list(explained(profile, values, self.origins))
 
     def toml(self) -> str:
         """A file that gives the same settings."""
         lines: list[str] = []
         for settings in (self.engine, self.serve):
-            for field in fields(settings):
-                value = getattr(settings, field.name)
-                text = f"{field.name} = {_toml_value(value)}" if value is not None else f"# {field.name} is automatic"
-                lines.append(f"{text}  # {self.origins[field.name]}" if value is not None else text)
+            for each in fields(settings):
+                value = getattr(settings, each.name)
+                text = f"{each.name} = {_toml_value(value)}" if value is not None else f"# {each.name} is automatic"
+                lines.append(f"{text}  # {self.origins[each.name]}" if value is not None else text)
+        lines += [f"# {line}" for line in self.explained()]
+        if self.prices != Prices():
+            lines += ["", "[prices]", *(f"{f.name} = {getattr(self.prices, f.name)}" for f in fields(Prices))]
         return "\n".join(lines) + "\n"
 
 
@@ -91,13 +123,16 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
         "environment": _from_environment(environ),
         "file": _from_file(getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")),
     }
+    prices = _prices(sources["file"].pop("prices", {}))
+    profile = next((s["profile"] for s in sources.values() if s.get("profile") is not None), None)
+    sources["profile"] = settings_of(profile)
     values: dict[str, Any] = {}
     origins = dict.fromkeys(_home(), "default")
-    for origin in ("file", "environment", "flag"):
+    for origin in ("profile", "file", "environment", "flag"):
         values |= sources[origin]
         origins |= dict.fromkeys(sources[origin], origin)
     engine, serve = ({n: v for n, v in values.items() if _home()[n] is cls} for cls in (EngineConfig, ServeSettings))
-    return Resolved(EngineConfig(**engine), ServeSettings(**serve), origins)
+    return Resolved(EngineConfig(**engine), ServeSettings(**serve), origins, prices)
 
 
 def _home() -> dict[str, Any]:
@@ -122,10 +157,22 @@ def _from_file(path: str | None) -> dict[str, Any]:
         raise ParameterError("config", f"is not valid TOML ({error})") from None
     home = _home()
     for name in table:
-        if name not in home:
+        if name not in home and name != "prices":
             close = difflib.get_close_matches(name, home, n=1)
             raise ParameterError(name, f"is no setting{f'; did you mean {close[0]}?' if close else ''} (in {path})")
-    return {name: _checked(home[name], name, value, f"{name} (in {path})") for name, value in table.items()}
+    tables = {name: table.pop(name) for name in ("prices",) if name in table}
+    return tables | {name: _checked(home[name], name, value, f"{name} (in {path})") for name, value in table.items()}
+
+
+def _prices(table: Any) -> Prices:
+    """What the operator charges. Raises ParameterError."""
+    if not isinstance(table, dict):
+        raise ParameterError("prices", "must be a table")
+    known = [each.name for each in fields(Prices)]
+    unknown = next((name for name in table if name not in known), None)
+    if unknown is not None:
+        raise ParameterError(f"prices.{unknown}", f"there is no such price, there are {', '.join(known)}")
+    return Prices(**({"gpu_second": 0.0, **table} if table else {}))
 
 
 def _parsed(cls: Any, name: str, text: str, where: str) -> Any:

@@ -122,6 +122,11 @@ class BranchControl:
         return self._silent
 
     @property
+    def ending(self) -> bool:
+        """Whether somebody asked for the end of its thinking, which comes with its next token."""
+        return self._closing.is_asked
+
+    @property
     def _used(self) -> int:
         return self._prefilled + self._tracker.num_thinking_tokens
 

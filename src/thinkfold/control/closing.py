@@ -45,6 +45,11 @@ class Closing:
         self._limit = budget - len(self._words)
         self._grace_start = self._limit - grace_tokens(budget)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody asked for the end."""
+        return self._asked is not None
+
     def ask(self, used: int, reason: ThinkingEndReason) -> None:
         """Close now, and close what is opened again."""
         self._asked = used, reason

@@ -36,6 +36,7 @@ from thinkfold.types import (
     PromptState,
     RequestOutput,
     SamplingParams,
+    Service,
     ThinkingParams,
     Until,
 )
@@ -121,6 +122,7 @@ class AsyncEngine(Controls):
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
         until: Until | None = None,
+        service: Service | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its news; the last output has `finished` set.
 
@@ -133,7 +135,8 @@ class AsyncEngine(Controls):
         sampling, thinking = sampling or SamplingParams(), thinking or ThinkingParams()
         choices = sampling.n if sampling.temperature == 0.0 else 1  # greedy choices are equal: one is computed
         sampling = replace(sampling, n=1) if choices > 1 else sampling
-        request = self._accept(prompt_token_ids, sampling, thinking, self.resolve_fold(fold), namespace)
+        wish = Wish(len(prompt_token_ids), sampling.max_tokens, thinking, self.resolve_fold(fold), service or Service())
+        request = self._accept(prompt_token_ids, sampling, wish, namespace)
         if sampling.grammar is not None:
             request = await self._with_grammar(request, sampling.grammar)
         request = replace(request, request_id=request_id or request.request_id, until=until)
@@ -266,8 +269,7 @@ class AsyncEngine(Controls):
         self,
         ids: Sequence[int],
         sampling: SamplingParams,
-        thinking: ThinkingParams,
-        fold: FoldPolicy,
+        wish: Wish,
         namespace: tuple[str, ...],
     ) -> EngineRequest:
         """Check everything that can be wrong and resolve what was left open."""
@@ -278,7 +280,7 @@ class AsyncEngine(Controls):
         _check_prompt(ids, model)
         sampling.check_vocabulary(model.vocab_size)
         assert self._granter is not None, "a loaded model has its limits"
-        limits, policy = self._granter.grant(Wish(len(ids), sampling.max_tokens, thinking, fold))
+        limits, policy = self._granter.grant(wish)
         max_tokens = limits.max_tokens or 1
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         sampling = replace(
@@ -298,8 +300,9 @@ class AsyncEngine(Controls):
             thinking=policy,
             namespace=namespace,
             arrival_time=time.monotonic(),
-            fold=fold,
+            fold=wish.fold,
             limits=limits,
+            service=wish.service,
         )
 
     def _new_id(self) -> str:

@@ -18,6 +18,7 @@ from thinkfold.control.parts import PartControl
 from thinkfold.engine.costs import CostMeter
 from thinkfold.engine.counters import counters
 from thinkfold.engine.handles import Handles
+from thinkfold.engine.ledger import Ledger
 from thinkfold.engine.messages import EngineStats
 from thinkfold.engine.orders import Orders
 from thinkfold.engine.prefixes import Prefixes
@@ -73,7 +74,7 @@ class EngineCore:
         self._requests: dict[str, Running] = {}
         self._inflight: deque[tuple[StepPlan, Any]] = deque()
         self._arrivals = 0
-        self._last_tick = clock()
+        self._ledger = Ledger(scheduler, clock)
         self._outputs: list[RequestOutput] = []
         self._touched: dict[str, Running] = {}  # what has news
         self._urgent = False
@@ -143,10 +144,11 @@ class EngineCore:
         meter = CostMeter(len(request.prompt_token_ids), self._scheduler.kv.page_size, self._page_bytes)
         meter.costs.queue_s = max(0.0, self._clock() - request.arrival_time) if request.arrival_time else 0.0
         before = [(control.num_thinking_tokens, control.num_output_tokens) for control in controls]
-        running = Running(request, branches, controls, meter, before)
+        running = Running(request, branches, controls, meter, before, started=self._clock())
         if not self.has_work:
-            self.tick()
+            self._ledger.wake(self._requests.values())
         self._requests[request.request_id] = running
+        self._ledger.watch(running)
 
     def _planner(self, request: EngineRequest) -> FoldPlanner | None:
         """What folds a branch of the request; None where nothing is ever folded or moved."""
@@ -193,6 +195,7 @@ class EngineCore:
 
         Raises RuntimeError if requests are left and nothing can ever run.
         """
+        self._ledger.end_in_time()
         plan = self._scheduler.plan()
         self._sweep_ended()
         self._sweep_folds()
@@ -209,7 +212,7 @@ class EngineCore:
 
     def _collect(self, plan: StepPlan, pending: Any) -> None:
         result = self._runner.collect(pending)
-        self.tick()  # the time of this step belongs to what requests were doing in it
+        self._ledger.collect(plan, self._requests.values())
         folds = self._scheduler.folds
         for fold_id, error in result.fold_errors:
             folds.judge(fold_id, error)
@@ -317,10 +320,7 @@ class EngineCore:
 
     def tick(self) -> None:
         """Charge the time since the last call to what requests have been doing."""
-        now = self._clock()
-        seconds, self._last_tick = now - self._last_tick, now
-        for running in self._requests.values():
-            running.meter.tick([b for b in running.branches if b.status is not BranchStatus.FINISHED], seconds)
+        self._ledger.tick(self._requests.values())
 
     def news(self) -> list[RequestOutput]:
         """What has become of all requests since the last call."""
@@ -365,17 +365,13 @@ class EngineCore:
         return output
 
     def _output(self, running: Running, news: list[CompletionOutput], finished: bool) -> RequestOutput:
-        kept = [(c, b) for c, b in zip(running.controls, running.before, strict=True) if not c.discarded]
-        thinking = sum(control.num_thinking_tokens - before for control, (before, _) in kept)
-        output = sum(control.num_output_tokens - before for control, (_, before) in kept)
-        costs = running.meter.count_tokens(running.branches, thinking, output)
         return RequestOutput(
             request_id=running.request.request_id,
             outputs=news,
             policy=running.request.thinking,
             fold=running.request.fold,
             limits=running.request.limits,
-            costs=copy(costs),
+            costs=copy(running.bill()),
             finished=finished,
             error=running.error if finished else None,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thinkfold.scheduler.branch import Branch, BranchStatus
+from thinkfold.scheduler.forks import counted_again
 from thinkfold.types import Costs, Fold, Phase
 
 
@@ -16,14 +17,14 @@ class CostMeter:
         self._page_size = page_size
         self._page_bytes = page_bytes
 
-    def tick(self, branches: Sequence[Branch], seconds: float) -> None:
-        """`seconds` have passed; charge them to what the request is doing now.
+    def tick(self, branches: Sequence[Branch], seconds: float, each: float = 0.0) -> None:
+        """`seconds` have passed; charge them to what the request is doing now, and `each` of a running branch's device.
 
         Queue until a branch has run, prefill until the first token, thinking while any
         branch thinks, answer after that; paused while all are. Pages shared by a fork are charged once.
         """
         costs = self.costs
-        pages = raw = 0
+        pages = raw = running = 0
         summaries = 0.0
         paused, queued, prefilling, thinking = bool(branches), True, True, False
         for branch in branches:  # one loop: this runs for every request in every step
@@ -35,11 +36,13 @@ class CostMeter:
             paused &= branch.status is BranchStatus.PAUSED
             queued &= branch.highest_computed == 0
             prefilling &= len(branch.token_ids) <= branch.num_prompt_tokens
+            running += branch.status is BranchStatus.RUNNING
             thinking |= branch.steering.phase is Phase.THINKING
-        again = _counted_again(branches) if len(branches) > 1 else 0
+        again = counted_again(branches) if len(branches) > 1 else 0
         held = pages - again + summaries / max(1, self._page_size)
         costs.kv_byte_seconds += held * self._page_bytes * seconds
         costs.kv_peak_entries = max(costs.kv_peak_entries, round(raw - again * self._page_size + summaries))
+        costs.device_s += each * running
         if paused:
             costs.paused_s += seconds
         elif queued:
@@ -71,10 +74,3 @@ class CostMeter:
         costs.swapped_bytes = round(sum(b.swapped_pages for b in branches) * self._page_bytes)
         costs.computed_prompt_tokens = sum(b.computed_prompt_tokens for b in branches)
         return costs
-
-
-def _counted_again(branches: Sequence[Branch]) -> int:
-    """Pages that a sum over `branches` counts more than once. Without their trunk, one fork pays for them."""
-    tables = [b.table for b in branches if b.table.pages]
-    shared = [t.shared for t in tables]
-    return sum(shared) - (max(shared) if shared and all(shared) else 0)

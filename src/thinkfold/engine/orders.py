@@ -32,7 +32,7 @@ from thinkfold.engine.probes import Probes
 from thinkfold.engine.running import Running
 from thinkfold.errors import ConflictError, NotFoundError, ThinkfoldError
 from thinkfold.scheduler.branch import Branch, BranchStatus
-from thinkfold.types import FinishReason, Handle
+from thinkfold.types import UNLIMITED, FinishReason, Handle
 
 _LATER = object()  # the answer comes by itself
 
@@ -143,7 +143,10 @@ class Orders:
         if order.choice is not None:
             raise ConflictError("a budget is one for all choices")
         request = running.request
-        policy = changed_policy(request.thinking, order.budget, request.sampling.max_tokens or order.budget)
+        most = request.tier.budget  # nobody leaves a tier while running
+        above = most is not None and (order.budget == UNLIMITED or order.budget > most)
+        budget = most if above and most is not None else order.budget
+        policy = changed_policy(request.thinking, budget, request.sampling.max_tokens or budget)
         branches = running.live(None)
         for branch in branches:
             running.controls[branch.index].set_budget(policy.budget)

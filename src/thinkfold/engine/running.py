@@ -10,6 +10,7 @@ from thinkfold.errors import NotFoundError
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.types import (
     CompletionOutput,
+    Costs,
     EngineRequest,
     FinishReason,
     Fold,
@@ -36,7 +37,15 @@ class Running:
     handles: dict[int, Handle] = field(default_factory=dict)  # of parts that have ended, by branch
     told: set[int] = field(default_factory=set)
     begun: bool = False  # a token has been drawn for it
+    started: float = 0.0  # when the core took it in
     error: str | None = None
+
+    def bill(self) -> Costs:
+        """Its costs with the tokens until now; what was cancelled without its text is not among them."""
+        kept = [(c, b) for c, b in zip(self.controls, self.before, strict=True) if not c.discarded]
+        thinking = sum(control.num_thinking_tokens - before for control, (before, _) in kept)
+        output = sum(control.num_output_tokens - before for control, (_, before) in kept)
+        return self.meter.count_tokens(self.branches, thinking, output)
 
     @property
     def finished(self) -> bool:

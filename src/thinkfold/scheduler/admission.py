@@ -7,6 +7,7 @@ a small probability, which Chernoff's bound (1952) tells for a sum of independen
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, inf, log
@@ -46,6 +47,7 @@ class Life:
     budget: float
     answers: tuple[int, ...]
     numbers: FoldProfile | None  # None where folds are not counted on
+    tier: str = ""
 
     def entries_in(self, steps: float, shape: FoldShape) -> tuple[float, float]:
         """Stored entries after `steps` more tokens if it still runs: mean and variance."""
@@ -58,15 +60,16 @@ class Life:
 
 
 class Admission:
-    """Learns how long requests think and answer, and predicts what a batch will hold."""
+    """Learns how long requests of each tier think and answer, and predicts what a batch will hold."""
 
     def __init__(self, capacity: int, page_size: int, risk: float = RISK) -> None:
         """`capacity` in entries: the pool without its reserve. `risk` of outgrowing it, between 0 and 1."""
         self._risk = risk
         self._capacity = capacity
         self._page_size = page_size
-        self._thinking = LengthForecast()
-        self._answers = LengthForecast()
+        self._thinking: defaultdict[str, LengthForecast] = defaultdict(LengthForecast)  # by tier
+        self._answers: defaultdict[str, LengthForecast] = defaultdict(LengthForecast)
+        self._refused_within: dict[str, tuple[tuple[int, int], int]] = {}  # the same for quotas, by tier
         self._refused: tuple[int, int] | None = None  # (order, running) of the last refusal
         self._patience = 0
         self._spans = 0  # closed spans of ended branches that were folded or refused,
@@ -94,54 +97,82 @@ class Admission:
         self._refused, self._patience = question, PATIENCE
         return False
 
-    def fits(self, lives: Sequence[Life], shape: FoldShape, overlap: float = 0.0) -> bool:
-        """Whether the risk is small at every step; `overlap` entries are counted more than once."""
+    def admits_within(self, branch: Branch, rivals: Sequence[Branch], pages: int) -> bool:
+        """Whether its tier's quota of `pages` will hold the branch and its running `rivals` until the last ends."""
+        if not rivals:
+            return True
+        tier, question = branch.request.tier.name, (branch.order, len(rivals))
+        refused, patience = self._refused_within.get(tier, (None, 0))
+        if question == refused and patience > 0:
+            self._refused_within[tier] = (question, patience - 1)
+            return False
+        lives = [self._life(b) for b in (*rivals, branch, *branch.waiting_children())]
+        if self.fits(lives, self._shape(rivals), capacity=pages * self._page_size):
+            self._refused_within.pop(tier, None)
+            return True
+        self._refused_within[tier] = (question, PATIENCE)
+        return False
+
+    def fits(self, lives: Sequence[Life], shape: FoldShape, overlap: float = 0.0, capacity: int | None = None) -> bool:
+        """Whether the risk is small at every step; `overlap` entries are counted more than once.
+
+        `capacity` in entries, of the whole pool without it.
+        """
+        room = self._capacity if capacity is None else capacity
         ends = [self._last(life) - 1 for life in lives]  # then it may still run
         looks = {max(ends) * i / LOOKS for i in range(LOOKS + 1)}
         looks.update(end for life, end in zip(lives, ends, strict=True) if self.alive(life, end) > CERTAIN)
-        return all(self._is_safe(lives, shape, overlap, steps) for steps in sorted(looks))
+        return all(self._is_safe(lives, shape, (room, overlap), steps) for steps in sorted(looks))
 
     def alive(self, life: Life, steps: float) -> float:
         """Probability that a branch runs on after `steps` more tokens."""
         if steps >= life.limit:
             return 0.0
         if life.answering:
-            return self._answers.survival(life.answered + steps, life.answered)
+            return self._answers[life.tier].survival(life.answered + steps, life.answered)
         total = 0.0
         for answer in life.answers:
             thought = life.thought + steps - answer
             if thought < life.budget:
-                total += self._thinking.survival(thought, life.thought)
+                total += self._thinking[life.tier].survival(thought, life.thought)
         return total / len(life.answers)
 
     def _last(self, life: Life) -> float:
         """More tokens than it will write by all that is known."""
         if life.answering:
-            return min(life.limit, self._answers.last(life.answered) - life.answered)
-        thinking = min(life.budget, self._thinking.last(life.thought)) - life.thought
+            return min(life.limit, self._answers[life.tier].last(life.answered) - life.answered)
+        thinking = min(life.budget, self._thinking[life.tier].last(life.thought)) - life.thought
         return min(life.limit, thinking + max(life.answers))
+
+    def answer_tokens(self, tier: str, share: float) -> int | None:
+        """Tokens that `share` of the tier's answers did not exceed; None where none has ended by itself."""
+        return self._answers[tier].quantile(share) if tier in self._answers else None
 
     def learn(self, branch: Branch, running: Sequence[Branch]) -> None:
         """`branch` has ended by itself."""
-        steering = branch.steering
+        steering, tier = branch.steering, branch.request.tier.name
         output = len(branch.token_ids) - branch.num_prompt_tokens
         start, limit = steering.answer_start, branch.request.sampling.max_tokens
         budget = branch.request.thinking.budget
         cut = limit is not None and output >= limit
+        alike = [b for b in running if b.request.tier.name == tier]
         if start is not None:
-            thinkers = [_thought(b) for b in running if b.steering.phase is Phase.THINKING]
-            self._thinking.end(start, thinkers, cut=budget is not None and start >= 0.9 * budget)
+            thinkers = [_thought(b) for b in alike if b.steering.phase is Phase.THINKING]
+            self._thinking[tier].end(start, thinkers, cut=budget is not None and start >= 0.9 * budget)
         if steering.phase is Phase.ANSWER:
-            answering = [b for b in running if _answers(b)]
-            self._answers.end(output - (start or 0), [_answered(b) for b in answering], cut=cut)
+            self._answers[tier].end(output - (start or 0), [_answered(b) for b in alike if _answers(b)], cut=cut)
         spans, tokens, refused = _count_spans([branch])
         self._spans += spans
         self._span_tokens += tokens
         self._refused_tokens += refused
         self._refused = None
 
-    def _is_safe(self, lives: Sequence[Life], shape: FoldShape, overlap: float, steps: float) -> bool:
-        """Whether the lives outgrow the pool after `steps` more tokens with no more than the risk allowed."""
+    def _is_safe(self, lives: Sequence[Life], shape: FoldShape, space: tuple[float, float], steps: float) -> bool:
+        """Whether the lives outgrow a `space` after `steps` more tokens with no more than the risk allowed.
+
+        It is a capacity, and what of it is counted more than once.
+        """
+        capacity, overlap = space
         terms, mean, most = [], 0.0, 0.0
         for life in lives:
             alive = self.alive(life, steps)
@@ -151,7 +182,7 @@ class Admission:
                 terms.append((alive, entries, variance))
                 mean += alive * entries
                 most += entries + (6 * variance) ** 0.5
-        room = self._capacity + overlap * sum(alive for alive, _, _ in terms) / len(lives)
+        room = capacity + overlap * sum(alive for alive, _, _ in terms) / len(lives)
         if most <= room:
             return True
         if mean >= room:
@@ -171,7 +202,8 @@ class Admission:
             entries = float(len(branch.token_ids))
         fixed = branch.num_prompt_tokens + answered + (planner.refused[1] if planner is not None else 0)
         budget = inf if request.thinking.budget is None else float(request.thinking.budget)
-        known = [self._answers.quantile(share) for share in QUARTERS] if self._answers.known else []
+        answers = self._answers[request.tier.name]
+        known = [answers.quantile(share) for share in QUARTERS] if answers.known else []
         longest = max((n for n in known if n is not None), default=request.thinking.answer_reserve)
         return Life(
             entries=entries,
@@ -183,6 +215,7 @@ class Admission:
             budget=max(budget, thought + 1),
             answers=tuple(longest if n is None else n for n in known) or (longest,),
             numbers=planner.numbers if planner is not None and _counts_on_folds(planner.policy) else None,
+            tier=request.tier.name,
         )
 
     def _shape(self, running: Sequence[Branch]) -> FoldShape:

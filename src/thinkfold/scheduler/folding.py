@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from thinkfold.fold.planner import FoldPlanner
@@ -39,6 +39,10 @@ class FoldDesk:
     def pressing(self) -> bool:
         """Whether a fold that wins memory is under way."""
         return any(span.pressed for _, _, span in self._prepared.values())
+
+    def presses(self, branches: Sequence[Branch]) -> bool:
+        """Whether such a fold of one of these branches is under way."""
+        return any(span.pressed and branch in branches for branch, _, span in self._prepared.values())
 
     def advance(self, branch: Branch, *, stuck: bool) -> bool:
         """Do what is due before the branch's next row; False if that row must wait for it.

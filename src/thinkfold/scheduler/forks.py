@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from thinkfold.kv.manager import KVManager
 from thinkfold.scheduler.branch import Branch
 
@@ -23,3 +25,10 @@ def share(kv: KVManager, source: Branch, target: Branch, position: int, *, redo:
     folded = 0 if planner is None else planner.tokens_folded_before(shared)
     kv.fork(source.table, target.table, shared - folded, lengths)
     target.num_computed_tokens = target.highest_computed = target.cached_tokens = shared
+
+
+def counted_again(branches: Sequence[Branch]) -> int:
+    """Pages that a sum over siblings counts more than once. Without their trunk, one fork pays for them."""
+    tables = [b.table for b in branches if b.table.pages]
+    shared = [t.shared for t in tables]
+    return sum(shared) - (max(shared) if shared and all(shared) else 0)

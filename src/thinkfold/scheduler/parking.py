@@ -62,14 +62,14 @@ class Parking:
         """Forget a branch; its memory is the caller's."""
         self.branches.remove(branch)
 
-    def reclaim(self, *, forget: bool) -> bool:
+    def reclaim(self, *, forget: bool, tier: str | None = None, keep: Branch | None = None) -> bool:
         """Win memory from the branch that was parked last; False if nothing is won.
 
         What a copy to the host frees is there when the step has finished. `forget`: where the host has
-        no room, drop its KV.
+        no room, drop its KV. `tier`: only from branches of that one, and not from `keep`.
         """
         for branch in self._holders():
-            if not self._kv.settled(branch.table):
+            if branch is keep or tier not in (None, branch.request.tier.name) or not self._kv.settled(branch.table):
                 continue
             if self._kv.host_pages and self._kv.swap_out(branch.table):
                 self._taken["swap_parked"] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from thinkfold.errors import CapacityError
 from thinkfold.kv.manager import KVManager
@@ -65,6 +65,29 @@ class PressureLadder:
         if self._swap_out(victim):
             return False
         self._preempt(victim)
+        return victim is not branch
+
+    def make_room_within(self, branch: Branch, rivals: Sequence[Branch], planned: Mapping[int, int]) -> bool:
+        """The same where the KV quota of the branch's tier is used up: its `rivals` in it give way, nobody else."""
+        tier = branch.request.tier
+        if self.parking.reclaim(forget=True, tier=tier.name, keep=branch):
+            return True
+        if self._folds.presses(rivals) or self.fold(rivals, planned):
+            return False
+        victim = rivals[-1]
+        if victim is branch and len(rivals) == 1:
+            if self._folds.press(rivals, planned, force=True):
+                self.taken["fold_forced"] += 1
+            else:
+                pages = tier.quota(self._kv.num_pages)
+                branch.error = CapacityError("max_tokens", f"the quota of {pages} pages of tier {tier.name!r} is full")
+                self._ended.append(branch)
+            return False
+        if id(victim) in planned or id(victim) in self._folds.changed or not self._kv.settled(victim.table):
+            return False
+        self.taken["quota"] += 1
+        if not self._swap_out(victim):
+            self._preempt(victim)
         return victim is not branch
 
     def _alone(self, branch: Branch, planned: Mapping[int, int], *, stuck: bool) -> bool:

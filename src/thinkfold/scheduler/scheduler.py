@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from thinkfold.kv.manager import KVManager
 from thinkfold.kv.pages import PageClass
@@ -23,19 +22,11 @@ from thinkfold.scheduler.draws import all_launched, batch_row, page_class, sampl
 from thinkfold.scheduler.folding import FoldCounts, FoldDesk
 from thinkfold.scheduler.forks import share
 from thinkfold.scheduler.integrity import check_lists
-from thinkfold.scheduler.output import BatchRow, FoldCommit, StepPlan
+from thinkfold.scheduler.launched import Launched
+from thinkfold.scheduler.output import BatchRow, StepPlan
 from thinkfold.scheduler.pressure import PressureLadder
+from thinkfold.scheduler.tiers import TierShares
 from thinkfold.types import FinishReason
-
-
-@dataclass(slots=True)
-class _Launched:
-    """Whose rows and draws a launched step holds, in the order of its plan."""
-
-    step: int
-    rows: list[tuple[Branch, int]] = field(default_factory=list)  # (branch, tokens written up to)
-    draws: list[tuple[Branch, int]] = field(default_factory=list)  # (branch, epoch)
-    commits: list[FoldCommit] = field(default_factory=list)
 
 
 class Scheduler:
@@ -60,8 +51,8 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._step = 0
-        self._planned = _Launched(0)
-        self._launched: deque[_Launched] = deque()
+        self._planned = Launched(0)
+        self._launched: deque[Launched] = deque()
         self._stuck = False
         self._turn = 0  # the order from which running branches get their rows
         self._in_plan: dict[int, int] = {}  # position before its row or draw in this plan, by a branch's id
@@ -71,6 +62,7 @@ class Scheduler:
         self._ladder = PressureLadder(kv, self.folds, self.running, self.waiting, self._free_slots, self.ended)
         self.parking, self.sides = self._ladder.parking, self._ladder.sides
         self.ahead = PrefillAhead(kv)
+        self.tiers = TierShares(kv, self.running, self.waiting, self.parking, admission)
         self._short = False  # the branch that was to be admitted found no memory
         self._used_slots: set[int] = set()  # slots that may hold a former branch's summaries and queries
         self.prefix_queried_tokens = 0
@@ -118,8 +110,9 @@ class Scheduler:
         rows: list[BatchRow] = []
         budget = self._max_num_batched_tokens
         self._in_plan.clear()
-        self._planned = _Launched(self._step)
+        self._planned = Launched(self._step)
         self._ladder.watch(self._in_plan)
+        self.tiers.observe(self._step)
         turns = sorted(self.running, key=lambda b: b.order < self._turn)
         self._turn = 0
         for branch in turns:
@@ -133,7 +126,7 @@ class Scheduler:
                 budget -= row.num_tokens
         if self.waiting and not self._free_slots:
             self.sides.drop("its place in the batch was needed")
-        while budget > 0 and self.waiting and self._free_slots:
+        while budget > 0 and self.waiting and self._free_slots and self.tiers.lead():
             self._short = False
             row = self._admit(self.waiting[0], budget)
             if row is None:
@@ -249,6 +242,9 @@ class Scheduler:
         if not self._steer(branch) or (branch.num_remaining == 0 and branch.inflight):
             return None
         count = max(1, self._row_length(branch, budget))
+        while not self.tiers.allows(branch, count):
+            if not self._ladder.make_room_within(branch, self.tiers.rivals(branch), self._in_plan):
+                return None
         while not self.kv.allocate(branch.table, count, page_class(branch)):
             if not self._ladder.make_room(branch, count, self._in_plan, stuck=self._stuck):
                 return None
@@ -256,7 +252,7 @@ class Scheduler:
 
     def _row_length(self, branch: Branch, budget: int) -> int:
         """Tokens of the branch's next row: a row ends where a fold is due."""
-        count = min(branch.num_remaining, budget)
+        count = self.tiers.bound(branch, min(branch.num_remaining, budget))
         event = branch.folding.next_event(branch.num_computed_tokens) if branch.folding else None
         return count if event is None else min(count, event - branch.num_computed_tokens)
 
@@ -329,6 +325,7 @@ class Scheduler:
 
     def _run(self, branch: Branch) -> None:
         branch.status = BranchStatus.RUNNING
+        self.tiers.started(branch)
         self._take_slot(branch)
         insort(self.running, branch, key=lambda b: b.order)
 
@@ -350,6 +347,7 @@ class Scheduler:
         else:
             row = batch_row(branch, start, count)
             branch.advance(count)
+        self.tiers.charge(branch, count)
         self._in_plan[id(branch)] = start
         self._planned.rows.append((branch, branch.num_computed_tokens))
         draws = branch.num_remaining == 0

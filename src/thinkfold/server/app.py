@@ -11,6 +11,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from thinkfold.server import chat, completions, control, engine_view, errors, health, metrics, models, partial, prefixes
 from thinkfold.server.access import admin
 from thinkfold.server.access.gate import Access, Gate
+from thinkfold.server.agents import routes as agent_routes
+from thinkfold.server.agents.sessions import SessionStore
+from thinkfold.server.agents.step_cache import StepCache
 from thinkfold.server.contract import Engine, EngineSlot
 from thinkfold.server.messages import routes as messages
 from thinkfold.server.messages.errors import error_body as messages_error
@@ -51,8 +54,14 @@ def build_app(
     options = options or ServerOptions()
     responses = ResponseStore(options.response_store_bytes, options.response_ttl_s)
     access = access or Access()
-    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access)
-    apis = (chat, completions, messages, response_routes, control, partial, prefixes, models)
+    if options.tiers is not None:
+        options.tiers.check_keys(access.keys)
+    agents = (
+        SessionStore(options.max_sessions, options.session_ttl_s),
+        StepCache(options.step_cache_answers, options.step_cache_ttl_s),
+    )
+    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access, *agents)
+    apis = (chat, completions, messages, response_routes, control, partial, prefixes, agent_routes, models)
     for module in (*apis, health, metrics, engine_view, admin):
         app.include_router(module.router)
     if options.page:

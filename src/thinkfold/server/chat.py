@@ -115,9 +115,10 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         thinking=thinking,
         namespace=body.namespace,
         stream=bool(body.stream),
-        fold=body.fold_params(),
+        wish=body.thinkfold,
         events=body.wants_events,
         turn=turn,
+        parameters=(toolbox.for_template(), body.reasoning_effort),
         names={**FIELD_NAMES, "prompt": "messages"},
     )
     shape = ChatShape(num_logprobs, engine.prompts.token_bytes, calls)

@@ -117,7 +117,7 @@ def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tup
         thinking=body.thinking_params(enabled_by_default=engine.config.enable_thinking),
         namespace=body.namespace,
         stream=bool(body.stream),
-        fold=body.fold_params(),
+        wish=body.thinkfold,
         events=body.wants_events,
         names=FIELD_NAMES,
     )

@@ -13,7 +13,16 @@ from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.errors import EngineDeadError, ThinkfoldError
 from thinkfold.server.defaults import sampling_defaults
 from thinkfold.text.prompts import PromptRenderer
-from thinkfold.types import FoldParams, Handle, PinnedPrefix, RequestOutput, SamplingParams, ThinkingParams, Until
+from thinkfold.types import (
+    FoldParams,
+    Handle,
+    PinnedPrefix,
+    RequestOutput,
+    SamplingParams,
+    Service,
+    ThinkingParams,
+    Until,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +57,7 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
+        service: Service | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas; the last has `finished`. Closing the iterator aborts the request."""
         ...
@@ -84,6 +94,7 @@ class Controllable(Protocol):
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
         until: Until | None = None,
+        service: Service | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def extend(

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinkfold.errors import ParameterError
+from thinkfold.server.agents.fields import SessionFields, StepCacheFields
 from thinkfold.server.body import StrictModel
 from thinkfold.server.errors import renamed
 from thinkfold.types import Fold, FoldParams, Segment
 
 EVENT = "thinkfold.fold"
 SEGMENT_EVENT = "thinkfold.segment"
-FIELD_NAMES = {"fold": "thinkfold.fold"}  # the engine's name of a field -> the client's
+FIELD_NAMES = {  # the engine's name of a field -> the client's
+    name: f"thinkfold.{name}" for name in ("fold", "tier", "session", "deadline_ms", "max_cost")
+}
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +39,18 @@ class FoldFields(StrictModel):
 
 
 class ThinkfoldFields(StrictModel):
-    """Our own object in a body. `events` asks a stream for one event a segment and a fold."""
+    """Our own object in a body. `events` asks a stream for one event a segment and a fold.
+
+    Thinking ends in time for an answer within `deadline_ms` and `max_cost`.
+    """
 
     fold: FoldFields | None = None
     events: bool | None = None
+    tier: str | None = None
+    session: SessionFields | None = None
+    step_cache: StepCacheFields | None = None
+    deadline_ms: int | None = None
+    max_cost: float | None = None
 
     def fold_params(self) -> FoldParams | None:
         """The wish in the engine's terms. Raises ParameterError."""

@@ -16,13 +16,14 @@ from thinkfold.server.access.quotas import Lease
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import ClientGoneError, renamed
 from thinkfold.server.feed import Feed
-from thinkfold.server.folds import EVENT, SEGMENT_EVENT, fold_data, log_fold, segment_data
+from thinkfold.server.folds import EVENT, SEGMENT_EVENT, ThinkfoldFields, fold_data, log_fold, segment_data
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
-from thinkfold.server.state import owned, state_of, tenant_of
+from thinkfold.server.serving import Serving, open_serving
+from thinkfold.server.state import owned, state_of
 from thinkfold.server.streaming import EventStream
 from thinkfold.server.turns import NextTurn, compute_ahead
-from thinkfold.types import CompletionOutput, FoldParams, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import CompletionOutput, RequestOutput, SamplingParams, ThinkingParams
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,10 @@ class Job:
     thinking: ThinkingParams
     namespace: tuple[str, ...]
     stream: bool
-    fold: FoldParams | None = None
+    wish: ThinkfoldFields | None = None
     events: bool = False
     turn: NextTurn | None = None  # where the reply is an answer in a chat
+    parameters: tuple[object, ...] = ()  # what else an answer depends on, such as tools
     names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields as the client knows them
 
     @property
@@ -86,24 +88,29 @@ class Job:
 async def respond(request: Request, engine: Engine, job: Job, writer: Writer) -> Response:
     """Run the job. Errors before the first output are raised, later ones end the stream."""
     state = state_of(request)
-    timer = state.metrics.timer()
     namespace = owned(request, job.namespace)
-    lease = state.access.lease(request, job.thinking_choices)
-    feed = Feed(
-        request, [_generate(engine, job, i, namespace, lease, tenant_of(request)) for i in range(len(job.prompts))]
-    )
+    depends = (job.model, job.namespace, job.thinking, *job.parameters)
+    serving = open_serving(request, job.wish, job.sampling, len(job.prompts), depends)
+    timer = state.metrics.timer(serving.service.tier.name, serving.slo)
+    try:
+        lease = state.access.lease(request, 0 if serving.answer else job.thinking_choices)
+    except ThinkfoldError:
+        serving.close()
+        raise
+    feed = Feed(request, [_generate(engine, job, i, namespace, (lease, serving)) for i in range(len(job.prompts))])
     handed_over = False
 
     async def close() -> None:
         lease.close()
+        serving.close()
         await feed.close()
 
     try:
         if not job.stream:
-            return JSONResponse(await _whole(feed, job, writer, timer))
+            return JSONResponse(await _whole(feed, job, writer, (timer, serving)))
         # Refusals come at once; a request that only waits for its turn gets its headers.
         first = await feed.next(state.options.keepalive_s)
-        events = _events(first, feed, job, writer, timer, state.options.keepalive_s)
+        events = _events(first, feed, job, writer, (timer, serving), state.options.keepalive_s)
         handed_over = True
         return EventStream(events, close)
     finally:
@@ -112,13 +119,25 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
 
 
 async def _generate(
-    engine: Engine, job: Job, index: int, namespace: tuple[str, ...], lease: Lease, owner: str
+    engine: Engine, job: Job, index: int, namespace: tuple[str, ...], accounts: tuple[Lease, Serving]
 ) -> AsyncGenerator[RequestOutput, None]:
     request_id = job.response_id if len(job.prompts) == 1 else f"{job.response_id}-{index}"
-    turn = job.turn if job.sampling.n == 1 else None  # of several choices nobody knows which one goes on
-    outputs = engine.generate(
-        job.prompts[index], job.sampling, job.thinking, job.fold, request_id=request_id, namespace=namespace
-    )
+    lease, serving = accounts
+    if serving.answer is not None:
+        outputs = serving.kept(request_id)
+    else:
+        outputs = engine.generate(
+            job.prompts[index],
+            job.sampling,
+            job.thinking,
+            serving.fold,
+            request_id=request_id,
+            namespace=namespace,
+            service=serving.service,
+        )
+    texts: list[str] = []
+    chosen = job.sampling.n == 1 and serving.answer is None  # of several choices nobody knows which one goes on
+    turn = job.turn if chosen else None
     async with aclosing(outputs):
         try:
             async for output in outputs:
@@ -126,7 +145,12 @@ async def _generate(
                 if turn is not None:
                     turn.note(output)
                     if output.finished:
-                        compute_ahead(engine, turn, request_id, namespace, owner)
+                        compute_ahead(engine, turn, request_id, namespace, serving.tenant)
+                serving.note(index, output)
+                if serving.cache is not None:
+                    texts += [news.text for news in output.outputs]
+                    if output.finished:
+                        serving.keep("".join(texts), output)
                 yield output
         except ParameterError as error:
             raise renamed(error, job.names) from None
@@ -143,8 +167,9 @@ def _told(job: Job, choice: Choice, news: CompletionOutput) -> list[Told]:
     return segments + [Told(EVENT, {"fold": data}) for data in folds]
 
 
-async def _whole(feed: Feed, job: Job, writer: Writer, timer: RequestTimer) -> dict[str, Any]:
-    reply = Reply(len(job.prompts), job.sampling.n, keep_text=True)
+async def _whole(feed: Feed, job: Job, writer: Writer, accounts: tuple[RequestTimer, Serving]) -> dict[str, Any]:
+    timer, serving = accounts
+    reply = Reply(len(job.prompts), job.sampling.n, keep_text=True, serving=serving)
     while not reply.finished:
         item = await feed.next()
         if item is not None:
@@ -152,6 +177,7 @@ async def _whole(feed: Feed, job: Job, writer: Writer, timer: RequestTimer) -> d
             for choice, news in reply.add(*item):
                 _told(job, choice, news)
     if reply.error is not None:
+        timer.miss()
         raise RequestFailedError(reply.error)
     timer.finish(reply.longest)
     return writer.whole(reply)
@@ -162,11 +188,12 @@ async def _events(
     feed: Feed,
     job: Job,
     writer: Writer,
-    timer: RequestTimer,
+    accounts: tuple[RequestTimer, Serving],
     keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
     """All events of a stream, from the first output (None: not there yet) on."""
-    reply = Reply(len(job.prompts), job.sampling.n, keep_text=writer.keeps_text)
+    timer, serving = accounts
+    reply = Reply(len(job.prompts), job.sampling.n, keep_text=writer.keeps_text, serving=serving)
     for data in writer.start(reply):
         yield data
     try:
@@ -186,9 +213,10 @@ async def _events(
     except Exception as error:
         if not isinstance(error, ThinkfoldError):
             logger.exception("a stream failed")
+        timer.miss()
         last = writer.failed(error, reply)
     else:
-        timer.finish(reply.longest)
+        timer.finish(reply.longest) if reply.error is None else timer.miss()
         last = writer.end(reply) if reply.error is None else writer.failed(RequestFailedError(reply.error), reply)
     for data in last:
         yield data

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from thinkfold.engine.messages import EngineStats
 from thinkfold.server.contract import EngineSlot
+from thinkfold.server.tiers import Slo
 from thinkfold.types import CompletionOutput, RequestOutput, ThinkingPolicy
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -61,7 +62,8 @@ router = APIRouter()
 class ServerMetrics:
     """A registry of one app; several apps may live in one process."""
 
-    def __init__(self, slot: EngineSlot) -> None:
+    def __init__(self, slot: EngineSlot, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(slot))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
@@ -73,6 +75,8 @@ class ServerMetrics:
         self.fold_error = self._histogram("fold_error", "Estimated errors of folds and refused folds", _ERRORS)
         self.freed = self._counter("fold_pages_freed", "KV pages that folds gave back")
         self.errors = self._counter("errors", "Error replies by status", "status")
+        self.slo_requests = self._counter("slo_requests", "Requests of tiers with promises", "tier", "slo")
+        self.slo_misses = self._counter("slo_misses", "Promises not kept, by promise", "tier", "promise")
         self.limited = self._counter("rate_limited", "Requests beyond a limit of their key, by limit", "limit")
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
@@ -81,28 +85,30 @@ class ServerMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"thinkfold_{name}", text, labels, registry=self.registry)
 
-    def timer(self) -> RequestTimer:
-        """Starts now."""
-        return RequestTimer(self)
+    def timer(self, tier: str = "", slo: Slo | None = None) -> RequestTimer:
+        """Starts now. What `slo` promises the request's tier is looked at when it ends."""
+        return RequestTimer(self, tier, slo or Slo())
 
 
 class RequestTimer:
     """Latencies of one request, and what its choices thought and folded."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, tier: str, slo: Slo) -> None:
         self._metrics = metrics
-        self._start = time.monotonic()
+        self._tier = tier
+        self._slo = slo
+        self._start = metrics.clock()
         self._first: float | None = None
-        self._answered = False
+        self._answer: float | None = None
 
     def observe(self, output: RequestOutput) -> None:
         """Take note of news of the request."""
-        now = time.monotonic()
+        now = self._metrics.clock()
         if self._first is None and any(o.num_output_tokens for o in output.outputs):
             self._first = now
             self._metrics.ttft.observe(now - self._start)
-        if not self._answered and any(o.text for o in output.outputs):
-            self._answered = True
+        if self._answer is None and any(o.text for o in output.outputs):
+            self._answer = now
             self._metrics.answer.observe(now - self._start)
         for choice in output.outputs:
             self._count(choice, output.policy)
@@ -122,8 +128,24 @@ class RequestTimer:
 
     def finish(self, tokens_per_choice: int) -> None:
         """The reply is complete; `tokens_per_choice` of its longest choice."""
+        now = self._metrics.clock()
         if self._first is not None and tokens_per_choice > 1:
-            self._metrics.tpot.observe((time.monotonic() - self._first) / (tokens_per_choice - 1))
+            self._metrics.tpot.observe((now - self._first) / (tokens_per_choice - 1))
+        took = {"ttft": self._first, "first_answer": self._answer, "total": now}
+        promises = self._slo.promises
+        late = [name for name, limit in promises.items() if (took[name] or now) - self._start > limit]
+        self._settle(late)
+
+    def miss(self) -> None:
+        """The request failed: it kept no promise."""
+        self._settle(list(self._slo.promises))
+
+    def _settle(self, late: list[str]) -> None:
+        if not self._slo.promises:
+            return
+        for name in late:
+            self._metrics.slo_misses.labels(self._tier, name).inc()
+        self._metrics.slo_requests.labels(self._tier, "missed" if late else "met").inc()
 
 
 class _EngineCollector(Collector):

@@ -20,8 +20,9 @@ from thinkfold.server.control import controllable, handle_data
 from thinkfold.server.feed import Feed
 from thinkfold.server.fields import RequestFields, check_model, namespace_of
 from thinkfold.server.reply import Reply, three_costs
+from thinkfold.server.serving import Serving, open_serving
 from thinkfold.server.state import ServerState, owned, state_of
-from thinkfold.types import CompletionOutput, RequestOutput, Until
+from thinkfold.types import CompletionOutput, RequestOutput, SamplingParams, Until
 
 router = APIRouter()
 
@@ -79,7 +80,8 @@ async def partial(request: Request) -> dict[str, Any]:
             namespace=namespace,
         )
     else:
-        outputs = await asyncio.to_thread(_begin, state, engine, controls, body, name, namespace)
+        serving = _serving(request, body)
+        outputs = await asyncio.to_thread(_begin, state, engine, controls, body, name, namespace, serving)
     reply, ends = await _read(request, state, outputs, body.n or 1)
     choices = [_choice(reply, news) for _, news in sorted(ends.items())]
     costs = reply.costs()
@@ -99,8 +101,22 @@ async def drop(request: Request, handle: str, cache_salt: str = "", prompt_cache
     return {"handle": handle, "object": "thinkfold.handle", "deleted": True}
 
 
+def _serving(request: Request, body: PartialRequest) -> Serving:
+    """Tier and limits of what begins here. Raises ParameterError for what belongs to whole responses."""
+    for name in ("session", "step_cache"):
+        if body.thinkfold is not None and getattr(body.thinkfold, name) is not None:
+            raise ParameterError(f"thinkfold.{name}", "is for whole responses, not for parts")
+    return open_serving(request, body.thinkfold, SamplingParams(), 1)
+
+
 def _begin(
-    state: ServerState, engine: Engine, controls: Controllable, body: PartialRequest, name: str, space: tuple[str, ...]
+    state: ServerState,
+    engine: Engine,
+    controls: Controllable,
+    body: PartialRequest,
+    name: str,
+    space: tuple[str, ...],
+    serving: Serving,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Everything that takes time before the engine: checks, template, tokens."""
     sampling = body.sampling_params(state.slot.sampling_defaults, None)
@@ -113,7 +129,9 @@ def _begin(
         prompt = body.prompt or ""
         ids = engine.prompts.encode_text(prompt, limit=limit) if isinstance(prompt, str) else prompt
     until = body.until.until() if body.until else None
-    return controls.generate(ids, sampling, thinking, body.fold_params(), request_id=name, namespace=space, until=until)
+    return controls.generate(
+        ids, sampling, thinking, serving.fold, request_id=name, namespace=space, until=until, service=serving.service
+    )
 
 
 async def _read(

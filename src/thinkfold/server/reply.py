@@ -8,6 +8,7 @@ from typing import Any
 
 from thinkfold.server.folds import segment_states
 from thinkfold.server.policy import echo
+from thinkfold.server.serving import Serving
 from thinkfold.types import (
     CompletionOutput,
     Costs,
@@ -22,6 +23,8 @@ from thinkfold.types import (
     ThinkingPolicy,
     TokenLogprobs,
 )
+
+_TIMES = ("queue_s", "prefill_s", "thinking_s", "answer_s", "paused_s", "device_s")
 
 
 @dataclass(slots=True)
@@ -82,7 +85,8 @@ class Choice:
 class Reply:
     """The choices of `num_prompts` engine requests of `n` branches each."""
 
-    def __init__(self, num_prompts: int, n: int, *, keep_text: bool) -> None:
+    def __init__(self, num_prompts: int, n: int, *, keep_text: bool, serving: Serving | None = None) -> None:
+        self._serving = serving
         self._n = n
         self._keep_text = keep_text
         self._unfinished = num_prompts
@@ -144,14 +148,20 @@ class Reply:
             "total_tokens": costs.prompt_tokens + completion,
             "prompt_tokens_details": {"cached_tokens": costs.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": reasoning},
-            "thinkfold": three_costs(costs),
+            "thinkfold": self.bill(),
         }
+
+    def bill(self) -> dict[str, Any]:
+        """The three costs, and what limits, prices and kept answers add."""
+        costs = self.costs()
+        return {**three_costs(costs), **({} if self._serving is None else self._serving.usage(costs))}
 
     def thinkfold(self) -> dict[str, Any]:
         """Our own object: the effective policies and what became of segments."""
         assert self._policies is not None
         states = [state for c in self.choices for state in segment_states(c.index, c.segments, c.folds)]
-        return {"policy": echo(*self._policies), "segments": states}
+        more = {} if self._serving is None else self._serving.shown()
+        return {"policy": echo(*self._policies), "segments": states, **more}
 
 
 def three_costs(costs: Costs) -> dict[str, Any]:
@@ -174,7 +184,7 @@ def three_costs(costs: Costs) -> dict[str, Any]:
             "swapped_bytes": costs.swapped_bytes,
             "preemptions": costs.preemptions,
         },
-        "time": {name: getattr(costs, name) for name in ("queue_s", "prefill_s", "thinking_s", "answer_s", "paused_s")},
+        "time": {name: getattr(costs, name) for name in _TIMES},
         "folds": costs.folds,
         "folds_refused": costs.folds_refused,
         "folded_tokens": costs.folded_tokens,

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from thinkfold.server.access.gate import Access
+from thinkfold.server.agents.sessions import SessionStore
+from thinkfold.server.agents.step_cache import StepCache
 from thinkfold.server.contract import EngineSlot
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.metrics import ServerMetrics
 from thinkfold.server.responses.store import ResponseStore
+from thinkfold.server.tiers import TierTable
+from thinkfold.types import Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,8 @@ class ServerOptions:
 
     Finished responses are stored for `response_ttl_s` seconds since they were last used; with 0 bytes
     none are. `cors_origins` are the origins whose pages may call; none by default. `page` serves ours at `/`.
+    Agent sessions live for
+    `session_ttl_s` seconds since their last call, kept answers of plan steps for `step_cache_ttl_s`.
     """
 
     max_body_bytes: int = 64 * 1024 * 1024
@@ -29,6 +35,12 @@ class ServerOptions:
     keyring: Keyring = field(default_factory=Keyring)
     cors_origins: tuple[str, ...] = ()
     page: bool = True
+    tiers: TierTable | None = None
+    prices: Prices = field(default_factory=Prices)
+    max_sessions: int = 10_000
+    session_ttl_s: float = 3600.0
+    step_cache_answers: int = 4096
+    step_cache_ttl_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,8 @@ class ServerState:
     options: ServerOptions
     responses: ResponseStore
     access: Access
+    sessions: SessionStore
+    step_cache: StepCache
 
 
 def state_of(request: Request) -> ServerState:

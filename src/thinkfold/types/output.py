@@ -150,7 +150,8 @@ class Costs:
     of greedy choices that were computed once, for another choice. Times in seconds;
     `kv_byte_seconds` is bytes of KV pages held integrated over time, `kv_peak_entries` the most
     entries held at once (a summary counts with its mean over layers and heads). `probe_tokens`
-    were computed on the side, asked for and drawn ones; `paused_s` is no time of any phase.
+    were computed on the side, asked for and drawn ones; `paused_s` is no time of any phase. `device_s` is the
+    request's part of the device's time: each step is split evenly among the branches that run.
     """
 
     prompt_tokens: int = 0
@@ -174,6 +175,7 @@ class Costs:
     prefill_s: float = 0.0
     thinking_s: float = 0.0
     answer_s: float = 0.0
+    device_s: float = 0.0
 
 
 @by_position

@@ -28,5 +28,7 @@ class ThinkingEndReason(StrEnum):
     NATURAL = "natural"  # the model wrote its end marker
     BUDGET = "budget"  # the budget was spent
     CONTROL = "control"  # somebody ended it from outside
+    DEADLINE = "deadline"  # the answer would have come too late
+    COST = "cost"  # the answer would have cost too much
     EOS = "eos"  # the model sampled EOS inside thinking and the engine closed it
     UNCLOSED = "unclosed"  # the response ended while thinking was open

@@ -8,6 +8,7 @@ from thinkfold.types.fold import FoldPolicy
 from thinkfold.types.limits import Limits
 from thinkfold.types.phases import Phase
 from thinkfold.types.sampling import SamplingParams
+from thinkfold.types.service import Service, Tier
 from thinkfold.types.thinking import ThinkingPolicy
 from thinkfold.types.until import Until
 
@@ -40,4 +41,10 @@ class EngineRequest:
     fold: FoldPolicy = field(default_factory=FoldPolicy)
     limits: Limits = field(default_factory=Limits)
     until: Until | None = None
+    service: Service = field(default_factory=Service)
     grammar: str | None = None  # `sampling.grammar` compiled (see `text.grammar`)
+
+    @property
+    def tier(self) -> Tier:
+        """Whose weight and quota it counts for."""
+        return self.service.tier

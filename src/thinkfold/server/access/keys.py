@@ -24,13 +24,16 @@ class ApiKey:
     """What a caller with this key is and may do. `sha256` is the key's hash, in hex.
 
     Keys of one `tenant` (default: the name) share cached prefixes and stored responses. `admin`
-    opens the admin routes. None is no limit.
+    opens the admin routes. `tier` is the one of its requests that name none, `tiers` those that they may
+    name (default: all). None is no limit.
     """
 
     name: str
     sha256: str
     tenant: str = ""
     admin: bool = False
+    tier: str = ""
+    tiers: Sequence[str] = ()
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
@@ -43,6 +46,12 @@ class ApiKey:
                 raise ParameterError(f"api_keys.{field}", "must be 1 to 64 letters, digits, dots, dashes, underscores")
         if not isinstance(self.sha256, str) or _DIGEST.fullmatch(self.sha256) is None:
             raise ParameterError("api_keys.sha256", f"of {self.name} must be 64 lower-case hexadecimal digits")
+        if not isinstance(self.tier, str):
+            raise ParameterError("api_keys.tier", f"of {self.name} must be a text")
+        if not isinstance(self.tiers, list | tuple) or not all(isinstance(tier, str) for tier in self.tiers):
+            raise ParameterError("api_keys.tiers", f"of {self.name} must be a list of texts")
+        if self.tier and self.tiers and self.tier not in self.tiers:
+            raise ParameterError("api_keys.tier", f"of {self.name} is none of its tiers")
         if not isinstance(self.admin, bool):
             raise ParameterError("api_keys.admin", f"of {self.name} must be true or false")
         for field in ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_thinking"):

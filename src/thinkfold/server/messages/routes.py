@@ -63,7 +63,7 @@ def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: 
         thinking=thinking,
         namespace=body.namespace,
         stream=bool(body.stream),
-        fold=body.fold_params(),
+        wish=body.thinkfold,
         events=body.wants_events,
         turn=chat.turn(thinking),
         names=NAMES,

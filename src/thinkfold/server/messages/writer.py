@@ -9,7 +9,7 @@ from thinkfold.server.errors import failure_of
 from thinkfold.server.generation import Job, Told
 from thinkfold.server.messages.blocks import ThinkingSeal, content_of
 from thinkfold.server.messages.errors import error_body
-from thinkfold.server.reply import Choice, Reply, three_costs
+from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.streaming import event
 from thinkfold.types import CompletionOutput, FinishReason, Phase
 
@@ -130,5 +130,5 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "cache_read_input_tokens": costs.cached_tokens,
         "output_tokens": choice.num_output_tokens,
         "output_tokens_details": {"thinking_tokens": choice.num_thinking_tokens},
-        "thinkfold": three_costs(costs),
+        "thinkfold": reply.bill(),
     }

@@ -94,7 +94,7 @@ def _prepare(
         thinking=thinking,
         namespace=body.namespace,
         stream=bool(body.stream),
-        fold=body.fold_params(),
+        wish=body.thinkfold,
         events=body.wants_events,
         turn=prompt.turn(thinking),
         names=body.names,

@@ -11,7 +11,7 @@ from typing import Any
 from thinkfold.server.errors import failure_of
 from thinkfold.server.generation import Job, Told
 from thinkfold.server.logprobs import TokenBytes, chat_logprobs
-from thinkfold.server.reply import Choice, Reply, three_costs
+from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.responses.items import ReasoningSeal, message_item, reasoning_item, reasoning_part, text_part
 from thinkfold.server.streaming import KEEP_ALIVE, event
 from thinkfold.types import CompletionOutput, FinishReason, Phase, TokenLogprobs
@@ -204,5 +204,5 @@ def _usage(reply: Reply) -> dict[str, Any]:
         "output_tokens": choice.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": choice.num_thinking_tokens},
         "total_tokens": costs.prompt_tokens + choice.num_output_tokens,
-        "thinkfold": three_costs(costs),
+        "thinkfold": reply.bill(),
     }

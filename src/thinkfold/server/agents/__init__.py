@@ -1,0 +1,1 @@
+"""What agents need between calls: sessions with one budget, and answers of steps that came up before."""

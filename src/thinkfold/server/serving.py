@@ -1,0 +1,138 @@
+"""With whom a request shares the engine and what it may spend: its tier, session, limits and kept answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from thinkfold.errors import ParameterError
+from thinkfold.server.agents.sessions import SessionCall
+from thinkfold.server.agents.step_cache import Answer, StepCache, key_of
+from thinkfold.server.errors import renamed
+from thinkfold.server.folds import FIELD_NAMES, ThinkfoldFields
+from thinkfold.server.state import ServerState, state_of, tenant_of
+from thinkfold.server.tiers import ServedTier, Slo
+from thinkfold.types import (
+    CompletionOutput,
+    Costs,
+    FinishReason,
+    FoldParams,
+    RequestOutput,
+    SamplingParams,
+    Service,
+    ThinkingEndReason,
+    Tier,
+)
+
+NO_WISH = ThinkfoldFields()
+
+
+@dataclass(slots=True)
+class Serving:
+    """`fold` is the request's wish with its tier's behind it. `close` it once the request has ended, however."""
+
+    tenant: str
+    service: Service
+    fold: FoldParams | None = None
+    slo: Slo | None = None
+    call: SessionCall | None = None
+    cache: StepCache | None = None
+    key: str = ""
+    answer: Answer | None = None  # kept for this step
+
+    def note(self, prompt: int, output: RequestOutput) -> None:
+        """News of one of the request's prompts."""
+        if self.call is not None:
+            self.call.note(prompt, output)
+
+    def keep(self, text: str, output: RequestOutput) -> None:
+        """The only choice has ended: keep its answer if it is a finished one."""
+        last = output.outputs[-1] if output.outputs else None
+        if self.cache is None or self.answer is not None or last is None or output.error is not None:
+            return
+        if last.finish_reason is FinishReason.STOP and last.thinking_end_reason is not ThinkingEndReason.UNCLOSED:
+            made = self.cache.clock()
+            self.cache.put(self.key, Answer(text, last.stop_reason, output.policy, output.fold, output.limits, made))
+
+    async def kept(self, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """The kept answer as an engine would tell it; it costs nothing."""
+        answer = self.answer
+        assert answer is not None, "there is a kept answer"
+        news = CompletionOutput(0, text=answer.text, finish_reason=FinishReason.STOP, stop_reason=answer.stop_reason)
+        yield RequestOutput(
+            request_id, [news], answer.thinking, Costs(), finished=True, fold=answer.fold, limits=answer.limits
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """What the reply's own object says of the session."""
+        return {} if self.call is None else {"session": self.call.view()}
+
+    def usage(self, costs: Costs) -> dict[str, Any]:
+        """What usage says beside the three costs: the bill where a limit or a price is set, the cache's mark."""
+        service, more = self.service, {}
+        if service.max_cost is not None or service.prices != Service().prices:
+            more["cost"] = service.prices.cost(costs)
+        if self.cache is not None:
+            age = {} if self.answer is None else {"age_s": round(self.cache.clock() - self.answer.made, 3)}
+            more["step_cache"] = {"hit": self.answer is not None, **age}
+        return more
+
+    def close(self) -> None:
+        if self.call is not None:
+            self.call.close(hit=self.answer is not None)
+
+
+def tier_of(request: Request, state: ServerState, wish: ThinkfoldFields) -> ServedTier | None:
+    """The tier of a request. Raises ParameterError for one that is not there."""
+    if state.options.tiers is None:
+        if wish.tier is not None:
+            raise ParameterError("thinkfold.tier", "this server has no tiers")
+        return None
+    return state.options.tiers.choose(wish.tier, getattr(request.state, "api_key", None))
+
+
+def open_serving(
+    request: Request,
+    wish: ThinkfoldFields | None,
+    sampling: SamplingParams,
+    prompts: int,
+    parameters: Sequence[object] = (),
+) -> Serving:
+    """What a request gets. `parameters` are what else than its step an answer depends on. Raises ParameterError."""
+    state, tenant, wish = state_of(request), tenant_of(request), wish or NO_WISH
+    served, asked = tier_of(request, state, wish), wish.fold_params()
+    if wish.session is not None:
+        wish.session.check()
+    if wish.step_cache is not None:
+        wish.step_cache.check(sampling, prompts)
+    try:
+        service = Service(
+            Tier() if served is None else served.tier,
+            deadline_ms=wish.deadline_ms,
+            max_cost=wish.max_cost,
+            prices=state.options.prices,
+        )
+    except ParameterError as error:
+        raise renamed(error, FIELD_NAMES) from None
+    serving = Serving(
+        tenant, service, asked if served is None else served.fold_of(asked), served.slo if served else None
+    )
+    if wish.step_cache is not None:
+        if state.step_cache.most < 1:
+            raise ParameterError("thinkfold.step_cache", "this server keeps no answers of steps")
+        tier = service.tier.name
+        serving.cache = state.step_cache
+        serving.key = key_of(tenant, wish.step_cache.step, tier, request.url.path, sampling, *parameters)
+        serving.answer = None if wish.step_cache.bypass else state.step_cache.get(serving.key)
+    if wish.session is not None:
+        choices = 0 if serving.answer is not None else prompts * sampling.n
+        serving.call = state.sessions.open(tenant, wish.session.id, wish.session.total_budget, choices)
+        serving.service = _with_budget(service, serving.call)
+    return serving
+
+
+def _with_budget(service: Service, call: SessionCall) -> Service:
+    return Service(service.tier, call.budget, service.deadline_ms, service.max_cost, service.prices)
