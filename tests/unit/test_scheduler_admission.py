@@ -251,3 +251,12 @@ def test_more_risk_admits_more():
             running.append(branch(1 + len(running), 1, budget=16_000, max_tokens=16_500))
         admitted[risk] = len(running)
     assert list(admitted.values()) == sorted(admitted.values()) and admitted[0.5] > admitted[0.001]
+
+
+def test_a_tier_without_answers_borrows_the_longest_of_the_others():
+    admission = Admission(24_000, PAGE)
+    assert admission.answer_tokens("a", 0.9) is None
+    for tier, tokens in (("a", 100), ("b", 300)):
+        for _ in range(20):
+            admission._answers[tier].end(tokens, ())
+    assert [admission.answer_tokens(tier, 0.9) for tier in ("a", "b", "c")] == [100, 300, 300]

@@ -145,8 +145,12 @@ class Admission:
         return min(life.limit, thinking + max(life.answers))
 
     def answer_tokens(self, tier: str, share: float) -> int | None:
-        """Tokens that `share` of the tier's answers did not exceed; None where none has ended by itself."""
-        return self._answers[tier].quantile(share) if tier in self._answers else None
+        """Tokens that `share` of the tier's answers did not exceed; None where none has ended by itself.
+
+        A tier without answers borrows the longest of the others'.
+        """
+        known = {name: tokens for name, seen in self._answers.items() if (tokens := seen.quantile(share)) is not None}
+        return known.get(tier, max(known.values(), default=None))
 
     def learn(self, branch: Branch, running: Sequence[Branch]) -> None:
         """`branch` has ended by itself."""
