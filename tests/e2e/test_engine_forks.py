@@ -9,6 +9,8 @@ from test_engine_folds import NO_LIMIT, THINK, config
 
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.errors import PositionError
+from thinkfold.fold.planner import FoldPlanner
+from thinkfold.scheduler.folding import FoldDesk
 from thinkfold.types import FOLD_PROFILES, FoldProfile, RequestOutput, SamplingParams, Until
 
 TOKENS = 150
@@ -131,3 +133,31 @@ async def test_a_foreign_handle_is_not_there():
         await outputs.aclose()
     finally:
         await engine.stop()
+
+
+async def test_branches_of_one_handle_fold_what_they_share_once(monkeypatch):
+    """The same tokens as when each writes its own summary; the selector does not look at queries, which differ."""
+
+    async def go_on() -> tuple[list[list[int]], int, int]:
+        engine = await AsyncEngine.start(config(fold_selector="streaming", fold_policy="eager"))
+        try:
+            written = []
+            settle = FoldDesk._adopt
+
+            def watched(*args, **more):
+                written.append(settle(*args, **more))
+                return written[-1]
+
+            monkeypatch.setattr(FoldDesk, "_adopt", watched)
+            begun = await merged(stream(engine, "r", until=Until(max_tokens=52)))
+            total = await merged(engine.extend(begun.outputs[0].handle.id, n=3, temperature=1.0))
+            return [o.token_ids for o in total.outputs], total.costs.folds, sum(written)
+        finally:
+            monkeypatch.setattr(FoldDesk, "_adopt", settle)
+            await engine.stop()
+
+    monkeypatch.setattr(FoldPlanner, "hold", lambda *_: None)  # as if the handle were dropped before the first step
+    tokens, folds, adopted = await go_on()
+    monkeypatch.setattr(FoldDesk, "_known", lambda *_: None)
+    assert await go_on() == (tokens, folds, 0)
+    assert adopted == 2 and len({tuple(t) for t in tokens}) == 3

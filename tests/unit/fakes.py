@@ -83,7 +83,7 @@ class TokenFunction:
         self._fold(memory)
         self._move(memory.copies, self.contents, self.contents)
         self._move(memory.swap_in, self.host, self.contents)
-        self.summaries |= {slot: lengths for slot, _, lengths in memory.summaries}
+        self.summaries |= {slot: lengths for slot, _, lengths in (*memory.adopted, *memory.summaries)}
         self.spans |= {p.fold_id: self._read(p.pages) for p in memory.prepares}
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []

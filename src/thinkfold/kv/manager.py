@@ -222,6 +222,21 @@ class KVManager:
         self.drop_pages(table, first_page, num_pages)
         return growth
 
+    def shared(self, pages: Iterable[int]) -> bool:
+        """Whether somebody else holds one of a table's `pages`, too."""
+        return any(self._pool.refs[page] > 1 for page in pages)
+
+    def adopt(self, table: PageTable, source: PageTable, first_page: int, num_pages: int, lengths: list[int]) -> None:
+        """Replace full raw pages by what `source` has put in the place of equal ones: its first `lengths` entries."""
+        self._span(table, first_page, num_pages)
+        summary, before = source.summary.upto(lengths, self.page_size), table.summary
+        for block in _flat(summary.blocks):
+            self._blocks.retain(block)
+        table.summary = summary
+        for block in _flat(before.blocks):
+            self._release_block(block)
+        self.drop_pages(table, first_page, num_pages)
+
     def drop_pages(self, table: PageTable, first_page: int, num_pages: int) -> None:
         """Forget full raw pages without a summary."""
         self._span(table, first_page, num_pages)

@@ -114,6 +114,8 @@ class DeviceMemory:
         for slot, blocks, lengths in work.summaries:
             self.tables.set(slot, blocks, lengths)
             self.queries.forget(slot)
+        for slot, blocks, lengths in work.adopted:
+            self.tables.set(slot, blocks, lengths)
         for source, target in work.forks:
             self.queries.fork(source, target)
         for key, slot in work.queries_in:

@@ -5,14 +5,32 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.fold.spans import Span
 from thinkfold.kv.manager import KVManager
+from thinkfold.kv.summary import SummaryTable
 from thinkfold.scheduler.branch import Branch
 from thinkfold.scheduler.output import FoldCommit, FoldPrepare, MemoryWork
 from thinkfold.types import Fold
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Written:
+    """A fold of pages that other branches hold, too: they may take its summary instead of writing their own.
+
+    `before` is the summary that it went behind, `lengths` are all entries by head after it.
+    """
+
+    fold_id: int
+    branch: Branch
+    end: int
+    before: SummaryTable
+    lengths: list[int]
+    error: float
+
 
 FoldCounts = Callable[[int, int], list[int]]
 DROP = "drop"  # the selector that keeps nothing
@@ -29,11 +47,17 @@ class FoldDesk:
         self._counts = counts
         self._ids = itertools.count()
         self._prepared: dict[int, tuple[Branch, FoldPlanner, Span]] = {}
+        self._written: dict[tuple[int, ...], _Written] = {}  # by the pages that were folded
         self._committed: dict[int, Branch] = {}  # whose commits are in a step that has not finished
         self.work = MemoryWork()  # of the step being planned
         self.changed: set[int] = set()  # branches whose memory that work touches, by id
         self.done: list[tuple[Branch, Fold]] = []  # folds and refusals that nobody has taken yet
         self.totals: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the step being planned folds something."""
+        return bool(self.work.prepares or self.work.commits or self.work.adopted)
 
     @property
     def pressing(self) -> bool:
@@ -135,6 +159,7 @@ class FoldDesk:
         for fold_id in mine:
             del self._prepared[fold_id]
         self.work.dropped += mine
+        self._written = {pages: known for pages, known in self._written.items() if known.branch is not branch}
         self._committed = {i: owner for i, owner in self._committed.items() if owner is not branch}
 
     def withdraw(self, branch: Branch) -> None:
@@ -168,11 +193,17 @@ class FoldDesk:
         """Commit or refuse a judged span; False if the memory for its summary is still to come."""
         error = span.error
         assert error is not None, "a span is judged before it is settled"
+        if any(slot == branch.slot for slot, _, _ in self.work.adopted):
+            return False  # its tables are set at the end of the step's work
         fold_id = next(i for i, (_, _, known) in self._prepared.items() if known is span)
         growth, before, pages = None, self._held(), []
         if span.forced or error <= planner.policy.gate:  # never with an estimate that is not a number
             counts = self._counts(_entries(planner), span.tokens)
             pages, first = self._pages(branch, planner, span), planner.first_page(span)
+            known = self._known(branch, span, pages)
+            if known is not None:
+                return self._adopt(branch, planner, span, fold_id, known, stuck=stuck)
+            shared, summary = self._kv.shared(pages), branch.table.summary
             growth = self._kv.fold(branch.table, first, len(pages), counts)
             if growth is None and not stuck:
                 return False
@@ -186,16 +217,54 @@ class FoldDesk:
         else:
             self.work.commits.append(FoldCommit(fold_id, branch.slot, pages, growth))
             self._committed[fold_id] = branch
-            planner.remove(span, branch.table.summary.lengths)
-            self.changed.add(id(branch))
+            if shared:
+                written = _Written(fold_id, branch, span.end, summary, branch.table.summary.lengths, error)
+                self._written[tuple(pages)] = written
             mean = sum(growth.counts) / len(growth.counts)
             fold = Fold(fold_id, start, start + span.tokens, mean, before - self._held(), error)
-            self.totals["folds"] += 1
-            self.totals["folded_tokens"] += span.tokens
+            self._count(branch, planner, span)
+        self._tell(branch, planner, span, fold)
+        return True
+
+    def _known(self, branch: Branch, span: Span, pages: list[int]) -> _Written | None:
+        """What a branch of the same past has written for the same pages, behind the same summary."""
+        known = self._written.get(tuple(pages))
+        if known is None or known.branch.table.swapped or known.end != span.end:
+            return None
+        mine, theirs = branch.table.summary, known.before
+        same = mine.blocks == theirs.blocks and mine.lengths == theirs.lengths
+        return known if same and known.branch.token_ids[: span.end] == branch.token_ids[: span.end] else None
+
+    def _adopt(
+        self, branch: Branch, planner: FoldPlanner, span: Span, fold_id: int, known: _Written, *, stuck: bool
+    ) -> bool:
+        """A fold of what branches share is written once; False while the step that writes it may still fail."""
+        if known.fold_id in self._committed and not stuck:
+            return False
+        before, old, first = self._held(), branch.table.summary.mean_entries, planner.first_page(span)
+        self._kv.adopt(branch.table, known.branch.table, first, span.tokens // self._kv.page_size, known.lengths)
+        summary = branch.table.summary
+        self.work.adopted.append((branch.slot, summary.blocks, summary.lengths))
+        self.work.dropped.append(fold_id)
+        del self._prepared[fold_id]
+        start, entries = span.start - planner.num_prompt_tokens, summary.mean_entries - old
+        freed = before - self._held()
+        self._count(branch, planner, span)
+        self._tell(branch, planner, span, Fold(fold_id, start, start + span.tokens, entries, freed, known.error))
+        self.totals["folds_shared"] += 1
+        return True
+
+    def _count(self, branch: Branch, planner: FoldPlanner, span: Span) -> None:
+        """The span has left the branch's raw table."""
+        planner.remove(span, branch.table.summary.lengths)
+        self.changed.add(id(branch))
+        self.totals["folds"] += 1
+        self.totals["folded_tokens"] += span.tokens
+
+    def _tell(self, branch: Branch, planner: FoldPlanner, span: Span, fold: Fold) -> None:
         if (span.start, fold.refused) not in planner.told:  # else it was told before a preemption
             planner.told.add((span.start, fold.refused))
             self.done.append((branch, fold))
-        return True
 
     def _offload(self, branch: Branch, planner: FoldPlanner, position: int, pages: tuple[int, int]) -> bool:
         first, end = pages

@@ -99,8 +99,9 @@ class MemoryWork:
     prepared folds `dropped`; `commits` write summaries; `copies` are whole-page copies (source,
     target); `swap_in` and `blocks_in` (host, device) return; `summaries` `(slot, blocks by head,
     entries by head)` set a slot's whole summary tables (after admission of a branch that has
-    them already, or empty for a slot that is used anew) and empty its query store; `forks`
-    `(source slot, target slot)` copy a query store; `prepares` come last.
+    them already, or empty for a slot that is used anew) and empty its query store; `adopted`, of the
+    same kind, only set tables, to what another branch has written; `forks` `(source slot, target
+    slot)` copy a query store; `prepares` come last.
 
     A query store leaves with its branch: `queries_out` `(slot, key)` saves it first of all under
     a key that the scheduler chooses, `queries_in` `(key, slot)` brings it back after `summaries`;
@@ -115,6 +116,7 @@ class MemoryWork:
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     blocks_in: list[tuple[int, int]] = field(default_factory=list)
+    adopted: list[tuple[int, list[list[int]], list[int]]] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)
     summaries: list[tuple[int, list[list[int]], list[int]]] = field(default_factory=list)
     prepares: list[FoldPrepare] = field(default_factory=list)

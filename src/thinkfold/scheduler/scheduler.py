@@ -103,7 +103,7 @@ class Scheduler:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self.kv.has_work or self.folds.work.prepares or self.folds.work.commits)
+        return bool(self.kv.has_work or self.folds.has_work)
 
     def _rows(self) -> list[BatchRow]:
         """Rows of running branches in order of arrival, then of waiting ones, within the token budget."""
