@@ -197,13 +197,14 @@ class FoldDesk:
             return False  # its tables are set at the end of the step's work
         fold_id = next(i for i, (_, _, known) in self._prepared.items() if known is span)
         growth, before, pages = None, self._held(), []
+        shared, summary = False, branch.table.summary
         if span.forced or error <= planner.policy.gate:  # never with an estimate that is not a number
             counts = self._counts(_entries(planner), span.tokens)
             pages, first = self._pages(branch, planner, span), planner.first_page(span)
             known = self._known(branch, span, pages)
             if known is not None:
                 return self._adopt(branch, planner, span, fold_id, known, stuck=stuck)
-            shared, summary = self._kv.shared(pages), branch.table.summary
+            shared = self._kv.shared(pages)
             growth = self._kv.fold(branch.table, first, len(pages), counts)
             if growth is None and not stuck:
                 return False
