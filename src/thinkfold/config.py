@@ -63,6 +63,7 @@ class EngineConfig:
     `think_end` is its end marker.
     `think_force` is the text that ends its thinking by force; None takes `think_end`.
     `closing_words` are written before a forced end and count against the budget.
+    `answer_opener` is how the model begins its final answer; probes of unfinished thinking ask with it.
     `normalize_prompts` unifies line ends and trailing blanks of system and few-shot text.
     `fold_policy` says when finished thinking is folded: off, pressure (memory is short) or eager.
     `fold_profile` names the numbers of segments and folds; None is pebble for pebble, else default.
@@ -110,6 +111,7 @@ class EngineConfig:
     think_end: str | None = None
     think_force: str | None = None
     closing_words: str = ""
+    answer_opener: str = "The answer is \\boxed{"
     normalize_prompts: bool = True
     fold_policy: Literal["off", "pressure", "eager"] = "pressure"
     fold_profile: Literal["default", "fine", "coarse", "pebble"] | None = None

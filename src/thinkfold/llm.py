@@ -9,8 +9,9 @@ from typing import Any, Self, TypeVar, cast
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.engine.samples import Question
 from thinkfold.errors import EngineDeadError
-from thinkfold.types import FoldParams, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import ControlParams, FoldParams, RequestOutput, SamplingParams, ThinkingParams, VoteParams
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -40,9 +41,11 @@ class LLM:
         sampling: SamplingParams | None = None,
         thinking: ThinkingParams | None = None,
         fold: FoldParams | None = None,
+        control: ControlParams | None = None,
+        vote: VoteParams | None = None,
     ) -> list[RequestOutput]:
         """Continue raw prompts (text or token ids), one output each, in order."""
-        return self._run(self._generate(_as_list(prompts), sampling, thinking, fold))
+        return self._run(self._generate(_as_list(prompts), sampling, thinking, fold, control, vote))
 
     def chat(
         self,
@@ -50,15 +53,17 @@ class LLM:
         sampling: SamplingParams | None = None,
         thinking: ThinkingParams | None = None,
         fold: FoldParams | None = None,
+        control: ControlParams | None = None,
+        vote: VoteParams | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, one output each, in order."""
+        """Answer one conversation or many, one output each, in order; with `vote` each is that of the winner."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Conversation], [messages] if single else messages)
         thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
         encode = self.engine.prompts.encode_chat
         closes = thinking.spends_none and self.engine.model.budget_enforced
         prompts = [encode(c, enable_thinking=thinking.template_switch, closes=closes) for c in conversations]
-        return self._run(self._generate(prompts, sampling, thinking, fold))
+        return self._run(self._generate(prompts, sampling, thinking, fold, control, vote))
 
     def close(self) -> None:
         """Stop the engine; calling it again does nothing."""
@@ -78,14 +83,16 @@ class LLM:
         sampling: SamplingParams | None,
         thinking: ThinkingParams | None,
         fold: FoldParams | None,
+        control: ControlParams | None,
+        how: VoteParams | None,
     ) -> list[RequestOutput]:
-        config, n = self.engine.config, sampling.n if sampling else 1
+        config, n = self.engine.config, how.n if how else sampling.n if sampling else 1
         limit = asyncio.Semaphore(max(1, (config.max_num_seqs + config.max_waiting // 2) // n))
 
         async def one(prompt: str | Sequence[int]) -> RequestOutput:
             ids = self.engine.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt
             async with limit:
-                return await collect(self.engine, ids, sampling, thinking, fold)
+                return await collect(self.engine, ids, sampling, thinking, fold, control, how)
 
         tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
         try:
@@ -117,10 +124,17 @@ async def collect(
     sampling: SamplingParams | None = None,
     thinking: ThinkingParams | None = None,
     fold: FoldParams | None = None,
+    control: ControlParams | None = None,
+    how: VoteParams | None = None,
 ) -> RequestOutput:
     """Run one request to its end and return everything in one output."""
     total: RequestOutput | None = None
-    async for output in engine.generate(prompt_token_ids, sampling, thinking, fold):
+    if how is not None:
+        question = Question(tuple(prompt_token_ids), sampling or SamplingParams(), thinking, fold, control)
+        outputs = engine.decide(question, how)
+    else:
+        outputs = engine.generate(prompt_token_ids, sampling, thinking, fold, control=control)
+    async for output in outputs:
         if total is None:
             total = output
         else:

@@ -24,7 +24,7 @@ def short() -> Iterator[Served]:
     yield from run_server(EngineConfig(**SHORT))
 
 
-@pytest.mark.parametrize("name", ["chat_stream", "budget"])
+@pytest.mark.parametrize("name", ["chat_stream", "budget", "vote"])
 def test_client_examples(
     name: str, short: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,4 +66,4 @@ def test_a_selector_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(lengths) == 6 and max(lengths.values()) < 40
+    assert len(lengths) == 7 and max(lengths.values()) < 40

@@ -23,6 +23,7 @@ from thinkfold.types import (
     EFFORT_BUDGETS,
     UNLIMITED,
     CompletionOutput,
+    ControlParams,
     Costs,
     FinishReason,
     Fold,
@@ -61,6 +62,7 @@ class Call:
     namespace: tuple[str, ...]
     fold: FoldParams | None = None
     service: Service = field(default_factory=Service)
+    control: ControlParams | None = None
 
 
 @dataclass(slots=True)
@@ -140,9 +142,10 @@ class ScriptedEngine:
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
         service: Service | None = None,
+        control: ControlParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         prompt = self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
-        self.calls.append(Call(prompt, sampling, thinking, namespace, fold, service or Service()))
+        self.calls.append(Call(prompt, sampling, thinking, namespace, fold, service or Service(), control))
         if self.refuse is not None:
             raise self.refuse
         policy = resolve_fold(

@@ -237,7 +237,7 @@ async def test_the_recorder_asks_behind_the_forced_end(language: Language) -> No
     (found,) = await recorder.record(question, SamplingParams())
     looked = found.probed
     assert found.correct and len(looked) == len(engine.asked) > 0
-    suffix = [*language.family.force_ids, *encode(records.OPENER, add_special_tokens=False)]
+    suffix = [*language.family.force_ids, *language.opener_ids]
     first = next(cut for cut in records.boundaries(language, PromptState(Phase.ANSWER, 0, 3), trace)[0])
     assert engine.asked[0] == [1, 2, 3, *trace[: first.index], *suffix]
     assert looked[0].margin == float(first.index)  # the row behind the boundary's last token

@@ -16,6 +16,7 @@ from typing import Any
 
 from thinkfold.cli.evaluation import Question
 from thinkfold.control.facts import read_probe
+from thinkfold.control.probing import answer_part
 from thinkfold.control.replay import Place, Record
 from thinkfold.control.rule import Boundary
 from thinkfold.control.schedule import MAX_PROBE_TOKENS
@@ -24,7 +25,6 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.language import Language
 from thinkfold.errors import ParameterError
 from thinkfold.llm import collect
-from thinkfold.text.vocabulary import Vocabulary
 from thinkfold.thinking.tracker import Tracker
 from thinkfold.types import (
     UNLIMITED,
@@ -37,7 +37,6 @@ from thinkfold.types import (
     TokenStats,
 )
 
-OPENER = "The answer is \\boxed{"
 TRANSITIONS = ("Wait", "Alternatively", "But wait")
 WINDOW_EVERY = 64  # tokens between two recorded windows
 NO_FOLD = FoldParams(policy="off")
@@ -90,14 +89,14 @@ def probed_cuts(cuts: Sequence[Cut], every: int) -> set[int]:
 
 
 class Recorder:
-    """Asks an engine for samples and probes. `opener` begins the answer of a probe."""
+    """Asks an engine for samples and probes."""
 
-    def __init__(self, engine: AsyncEngine, language: Language, *, every: int, opener: str = OPENER) -> None:
+    def __init__(self, engine: AsyncEngine, language: Language, *, every: int) -> None:
         if language.family is None or not language.family.force_ids:
             raise ParameterError("model", "its thinking cannot be ended by force: there is nothing to record")
         self._engine, self._language, self._every = engine, language, every
         self._force = list(language.family.force_ids)
-        self._opener = language.tokenizer.encode(opener, add_special_tokens=False)
+        self._opener = list(language.opener_ids)
 
     async def record(self, question: Question, sampling: SamplingParams) -> list[Record]:
         """All samples of a question; those whose tokens were not all drawn by the model have no places."""
@@ -158,19 +157,6 @@ class Recorder:
             probe_tokens=len(suffix) + used,
             correct=answer is not None and judge(f"\\boxed{{{answer}}}"),
         )
-
-
-def answer_part(vocabulary: Vocabulary, token_ids: Sequence[int]) -> tuple[str, int]:
-    """Text of a probe up to the token that closes the answer, and how many tokens that takes."""
-    depth = 0
-    for index, token_id in enumerate(token_ids):
-        for byte in vocabulary.token_bytes(token_id):
-            depth += {ord("{"): 1, ord("}"): -1}.get(byte, 0)
-            if depth < 0 or byte == ord("\n"):
-                return vocabulary.text(token_ids[: index + 1]), index + 1
-        if token_id in vocabulary.eos_ids:
-            return vocabulary.text(token_ids[:index]), index
-    return vocabulary.text(token_ids), len(token_ids)
 
 
 def save(path: Path, records: Iterable[Record]) -> None:

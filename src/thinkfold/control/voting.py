@@ -144,6 +144,14 @@ class Voting:
         """Traces that run."""
         return [number for number, trace in enumerate(self._traces) if trace.live]
 
+    @property
+    def started(self) -> int:
+        return len(self._traces)
+
+    @property
+    def cancelled(self) -> int:
+        return self._cancelled
+
     def start(self) -> list[VoteAction]:
         """The first wave."""
         return [self._start_wave()]

@@ -22,12 +22,16 @@ from thinkfold.engine.controls import Controls
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
+from thinkfold.engine.samples import Question, Samples
+from thinkfold.engine.steering import Steersman
 from thinkfold.engine.stream import OutputStream
+from thinkfold.engine.voting import run_vote
 from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, QueueFullError, ThinkfoldError
 from thinkfold.fold import selectors
 from thinkfold.runner.loader import pick_device
 from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import (
+    ControlParams,
     EngineRequest,
     FoldParams,
     FoldPolicy,
@@ -39,6 +43,7 @@ from thinkfold.types import (
     Service,
     ThinkingParams,
     Until,
+    VoteParams,
 )
 
 
@@ -59,6 +64,8 @@ class AsyncEngine(Controls):
         self.config = config
         self.prompts = prompts
         self.family = language.family
+        name = config.served_model_name or config.model
+        self._steersman = Steersman(self, language.family, language.opener_ids, name)
         self._token_id = lru_cache(256)(language.single_token)
         self._grammars: AnswerGrammars | None = None
         self._model: ModelInfo | None = None
@@ -123,10 +130,12 @@ class AsyncEngine(Controls):
         namespace: tuple[str, ...] = (),
         until: Until | None = None,
         service: Service | None = None,
+        control: ControlParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its news; the last output has `finished` set.
 
-        With `until` each choice ends there with a handle, from which `extend` goes on.
+        With `until` each choice ends there with a handle, from which `extend` goes on. Rules that
+        `control` asks for end the thinking of each choice by themselves.
 
         Raises ParameterError, UnsupportedError, CapacityError, QueueFullError or
         EngineDeadError before anything is yielded if the request cannot be accepted, and
@@ -141,9 +150,27 @@ class AsyncEngine(Controls):
             request = await self._with_grammar(request, sampling.grammar)
         request = replace(request, request_id=request_id or request.request_id, until=until)
         outputs = self._follow(request.request_id, request.sampling.n, namespace, lambda: self._start(request))
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output.copied(choices)
+        steering = self._steersman.begin(request.request_id, control, grammar=sampling.grammar is not None)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if steering is not None:
+                        steering.observe(output)
+                    yield output.copied(choices)
+        finally:
+            if steering is not None:
+                steering.close()
+
+    def decide(self, question: Question, how: VoteParams) -> AsyncGenerator[RequestOutput, None]:
+        """Ask several samples of a question and yield the decision's `outcome` as it forms.
+
+        The last output has the sample to show as its one choice, and the costs of all. Samples fork off one
+        prefill; they have ids of their own (`-s0`, `-s4` …, one a wave). Raises what `generate` raises.
+        """
+        question = replace(question, request_id=question.request_id or self._new_id())
+        question.check(how.field)
+        guarded = question.sampling.grammar is not None or (question.control is not None and question.control.task)
+        return run_vote(Samples(self, question), how, self._steersman, in_flight=not guarded)
 
     async def extend(
         self,
@@ -244,8 +271,8 @@ class AsyncEngine(Controls):
         return Health(alive=True, ready=True)
 
     def stats(self) -> EngineStats:
-        """The core's latest counters and gauges."""
-        return self._stats
+        """The core's latest counters and gauges, and the decisions of early stopping."""
+        return replace(self._stats, decisions=dict(self._steersman.decisions))
 
     async def stop(self) -> None:
         """End the core; running requests get EngineDeadError."""
@@ -255,6 +282,7 @@ class AsyncEngine(Controls):
             self._grammars.close()
         if self._client is not None:
             await asyncio.to_thread(self._client.stop)
+        await asyncio.to_thread(self._steersman.symbolic.stop)
         self._die("the engine was stopped")
 
     async def _watchdog(self) -> None:

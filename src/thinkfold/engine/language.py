@@ -16,12 +16,13 @@ from thinkfold.thinking.families import Family, resolve_family
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """`family` is None for a model that does not think."""
+    """`family` is None for a model that does not think. `opener_ids` begin the answer that a probe asks for."""
 
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
     family: Family | None
     closing_ids: tuple[int, ...]
+    opener_ids: tuple[int, ...] = ()
 
     def single_token(self, text: str, field: str) -> int:
         """The id of `text`. Raises ParameterError naming `field` if it is not one token."""
@@ -69,4 +70,5 @@ def load_language(config: EngineConfig) -> Language:
         why = "its thinking cannot be ended by force" if family else "it does not think"
         raise UnsupportedError("closing_words", f"this model never writes them: {why}")
     closing_ids = tuple(tokenizer.encode(config.closing_words, add_special_tokens=False))
-    return Language(tokenizer, vocabulary, family, closing_ids)
+    opener_ids = tuple(tokenizer.encode(config.answer_opener, add_special_tokens=False))
+    return Language(tokenizer, vocabulary, family, closing_ids, opener_ids)

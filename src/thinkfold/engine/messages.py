@@ -89,6 +89,7 @@ class EngineStats:
     requests_by_reason: dict[str, int] = field(default_factory=dict)
     thinking_by_reason: dict[str, int] = field(default_factory=dict)
     pressure: dict[str, int] = field(default_factory=dict)
+    decisions: dict[tuple[str, str], int] = field(default_factory=dict)  # of early stopping, by rule and outcome
 
     def add(self, costs: Costs) -> None:
         """A request has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -24,7 +25,7 @@ from thinkfold.server.state import state_of
 from thinkfold.server.structured import ResponseFormat
 from thinkfold.server.tools import Tool, Toolbox, ToolChoice, known_format
 from thinkfold.server.turns import NextTurn
-from thinkfold.types import Grammar
+from thinkfold.types import ControlParams, Grammar, VoteParams, parse_vote
 
 router = APIRouter()
 
@@ -39,6 +40,7 @@ class ChatRequest(RequestFields):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    vote: bool | dict[str, Any] | None = None
     # Understood and refused: only null or the value that asks for nothing.
     store: Literal[False] | None = None
     functions: None = None
@@ -63,6 +65,18 @@ class ChatRequest(RequestFields):
         return (
             None if answer is None or self.response_format is None else Grammar.of(answer, self.response_format.field)
         )
+
+    def control_params(self) -> ControlParams | None:
+        """Of a request with tools only loops are stopped."""
+        params = super().control_params()
+        return replace(params, task="tools") if params is not None and self.tools else params
+
+    def decision(self) -> VoteParams | None:
+        """How the reply is decided over several samples, None for one reply. Raises ParameterError."""
+        how = parse_vote(self.vote)
+        if how is not None and self.tools:
+            raise ParameterError(how.field, "goes without tools: calls are not compared")
+        return how
 
     def num_logprobs(self) -> int | None:
         """Alternatives to keep a token; None for no log-probabilities."""
@@ -118,7 +132,9 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         wish=body.thinkfold,
         events=body.wants_events,
         turn=turn,
-        parameters=(toolbox.for_template(), body.reasoning_effort),
+        parameters=(toolbox.for_template(), body.reasoning_effort, body.control_params()),
+        control=body.control_params(),
+        how=body.decision(),
         names={**FIELD_NAMES, "prompt": "messages"},
     )
     shape = ChatShape(num_logprobs, engine.prompts.token_bytes, calls)

@@ -119,6 +119,7 @@ def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tup
         stream=bool(body.stream),
         wish=body.thinkfold,
         events=body.wants_events,
+        control=body.control_params(),
         names=FIELD_NAMES,
     )
     return job, ChunkWriter(

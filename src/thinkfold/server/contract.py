@@ -10,10 +10,12 @@ from typing import Protocol, runtime_checkable
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.messages import EngineStats, ModelInfo
-from thinkfold.errors import EngineDeadError, ThinkfoldError
+from thinkfold.engine.samples import Question
+from thinkfold.errors import EngineDeadError, ThinkfoldError, UnsupportedError
 from thinkfold.server.defaults import sampling_defaults
 from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import (
+    ControlParams,
     FoldParams,
     Handle,
     PinnedPrefix,
@@ -22,6 +24,7 @@ from thinkfold.types import (
     Service,
     ThinkingParams,
     Until,
+    VoteParams,
 )
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class Engine(Protocol):
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
         service: Service | None = None,
+        control: ControlParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Deltas; the last has `finished`. Closing the iterator aborts the request."""
         ...
@@ -95,6 +99,7 @@ class Controllable(Protocol):
         namespace: tuple[str, ...] = (),
         until: Until | None = None,
         service: Service | None = None,
+        control: ControlParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def extend(
@@ -126,6 +131,20 @@ class Warmable(Protocol):
     ) -> PinnedPrefix: ...
     async def pinned(self, owner: str = "") -> list[PinnedPrefix]: ...
     async def unpin(self, name: str, owner: str = "") -> None: ...
+
+
+@runtime_checkable
+class Deciding(Protocol):
+    """An engine that can ask several samples and decide between them."""
+
+    def decide(self, question: Question, how: VoteParams) -> AsyncGenerator[RequestOutput, None]: ...
+
+
+def deciding(engine: Engine, field: str) -> Deciding:
+    """The engine. Raises UnsupportedError where it asks one sample only."""
+    if not isinstance(engine, Deciding):
+        raise UnsupportedError(field, "this engine cannot decide between samples")
+    return engine
 
 
 class EngineLoadingError(ThinkfoldError):

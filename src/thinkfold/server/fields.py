@@ -9,11 +9,11 @@ from typing import Any
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
 from thinkfold.server.contract import Engine
-from thinkfold.server.errors import ModelNotFoundError
-from thinkfold.server.folds import ThinkfoldFields
+from thinkfold.server.errors import ModelNotFoundError, renamed
+from thinkfold.server.folds import FIELD_NAMES, ThinkfoldFields
 from thinkfold.server.policy import ThinkingFields
 from thinkfold.server.structured import StructuredOutputs
-from thinkfold.types import FoldParams, Grammar, SamplingParams
+from thinkfold.types import ControlParams, FoldParams, Grammar, SamplingParams, parse_control
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -35,6 +35,8 @@ class SharedFields(StrictModel):
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    early_stop: dict[str, Any] | None = None
+    early_stop_threshold: dict[str, Any] | None = None
     thinkfold: ThinkfoldFields | None = None
 
     @property
@@ -48,6 +50,19 @@ class SharedFields(StrictModel):
     def fold_params(self) -> FoldParams | None:
         """What the request asks of folding. Raises ParameterError."""
         return self.thinkfold.fold_params() if self.thinkfold else None
+
+    def control_params(self) -> ControlParams | None:
+        """What the request asks of early stopping, None for nothing. Raises ParameterError."""
+        given = dict((self.thinkfold.control if self.thinkfold else None) or {})
+        for name in ("early_stop", "early_stop_threshold"):
+            knobs = getattr(self, name)
+            if knobs is not None and given.get(name, knobs) != knobs:
+                raise ParameterError(name, f"disagrees with thinkfold.control.{name}")
+            given |= {} if knobs is None else {name: knobs}
+        try:
+            return parse_control(given) if given else None
+        except ParameterError as error:
+            raise renamed(error, FIELD_NAMES) from None
 
     @property
     def namespace(self) -> tuple[str, ...]:

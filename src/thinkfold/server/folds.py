@@ -18,7 +18,7 @@ from thinkfold.types import Fold, FoldParams, Segment
 EVENT = "thinkfold.fold"
 SEGMENT_EVENT = "thinkfold.segment"
 FIELD_NAMES = {  # the engine's name of a field -> the client's
-    name: f"thinkfold.{name}" for name in ("fold", "tier", "session", "deadline_ms", "max_cost")
+    name: f"thinkfold.{name}" for name in ("fold", "control", "tier", "session", "deadline_ms", "max_cost")
 }
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class ThinkfoldFields(StrictModel):
     """
 
     fold: FoldFields | None = None
+    control: dict[str, Any] | None = None
     events: bool | None = None
     tier: str | None = None
     session: SessionFields | None = None

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from thinkfold.engine.samples import Question
 from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
 from thinkfold.server.access.quotas import Lease
-from thinkfold.server.contract import Engine
+from thinkfold.server.contract import Engine, deciding
 from thinkfold.server.errors import ClientGoneError, renamed
 from thinkfold.server.feed import Feed
 from thinkfold.server.folds import EVENT, SEGMENT_EVENT, ThinkfoldFields, fold_data, log_fold, segment_data
@@ -23,7 +24,15 @@ from thinkfold.server.serving import Serving, open_serving
 from thinkfold.server.state import owned, state_of
 from thinkfold.server.streaming import EventStream
 from thinkfold.server.turns import NextTurn, compute_ahead
-from thinkfold.types import CompletionOutput, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import (
+    CompletionOutput,
+    ControlParams,
+    Outcome,
+    RequestOutput,
+    SamplingParams,
+    ThinkingParams,
+    VoteParams,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +86,15 @@ class Job:
     events: bool = False
     turn: NextTurn | None = None  # where the reply is an answer in a chat
     parameters: tuple[object, ...] = ()  # what else an answer depends on, such as tools
+    control: ControlParams | None = None
+    how: VoteParams | None = None  # where the reply is decided over several samples
     names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields as the client knows them
 
     @property
     def thinking_choices(self) -> int:
         """Choices that may think."""
-        return 0 if self.thinking.template_switch is False else len(self.prompts) * self.sampling.n
+        samples = self.sampling.n if self.how is None else self.how.n
+        return 0 if self.thinking.template_switch is False else len(self.prompts) * samples
 
 
 async def respond(request: Request, engine: Engine, job: Job, writer: Writer) -> Response:
@@ -126,15 +138,7 @@ async def _generate(
     if serving.answer is not None:
         outputs = serving.kept(request_id)
     else:
-        outputs = engine.generate(
-            job.prompts[index],
-            job.sampling,
-            job.thinking,
-            serving.fold,
-            request_id=request_id,
-            namespace=namespace,
-            service=serving.service,
-        )
+        outputs = _outputs(engine, job, index, request_id, namespace, serving)
     texts: list[str] = []
     chosen = job.sampling.n == 1 and serving.answer is None  # of several choices nobody knows which one goes on
     turn = job.turn if chosen else None
@@ -156,15 +160,43 @@ async def _generate(
             raise renamed(error, job.names) from None
 
 
-def _told(job: Job, choice: Choice, news: CompletionOutput) -> list[Told]:
-    """Segments and folds of a choice's news, if the client asked for them; each fold gets its line in the log."""
+def _outputs(
+    engine: Engine, job: Job, index: int, request_id: str, namespace: tuple[str, ...], serving: Serving
+) -> AsyncGenerator[RequestOutput, None]:
+    if job.how is not None:
+        question = Question(
+            tuple(job.prompts[index]),
+            job.sampling,
+            job.thinking,
+            serving.fold,
+            job.control,
+            request_id,
+            namespace,
+            serving.service,
+        )
+        return deciding(engine, job.how.field).decide(question, job.how)
+    return engine.generate(
+        job.prompts[index],
+        job.sampling,
+        job.thinking,
+        serving.fold,
+        request_id=request_id,
+        namespace=namespace,
+        service=serving.service,
+        **({} if job.control is None else {"control": job.control}),
+    )
+
+
+def _told(job: Job, choice: Choice, news: CompletionOutput, outcome: Outcome | None = None) -> list[Told]:
+    """What a client asked to be told beside a choice's news; each fold gets its line in the log."""
     folds = [fold_data(choice.index, fold, choice.segments) for fold in news.folds]
     for data in folds:
         log_fold(job.response_id, data)
     if not job.events:
         return []
     segments = [Told(SEGMENT_EVENT, {"segment": segment_data(choice.index, each)}) for each in news.segments]
-    return segments + [Told(EVENT, {"fold": data}) for data in folds]
+    states = [] if outcome is None else [Told(f"thinkfold.{outcome.kind}", {outcome.kind: asdict(outcome)})]
+    return segments + [Told(EVENT, {"fold": data}) for data in folds] + states
 
 
 async def _whole(feed: Feed, job: Job, writer: Writer, accounts: tuple[RequestTimer, Serving]) -> dict[str, Any]:
@@ -203,7 +235,7 @@ async def _events(
             else:
                 timer.observe(item[1])
                 for choice, news in reply.add(*item):
-                    for data in writer.news(choice, news, _told(job, choice, news)):
+                    for data in writer.news(choice, news, _told(job, choice, news, item[1].outcome)):
                         yield data
             if reply.finished:
                 break

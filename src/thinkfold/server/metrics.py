@@ -183,6 +183,10 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     yield _labelled(finished, stats.requests_by_reason)
     ended = CounterMetricFamily("thinkfold_thinking_ends", "Why thinking ended", labels=["reason"])
     yield _labelled(ended, stats.thinking_by_reason)
+    stops = CounterMetricFamily("thinkfold_stop_decisions", "Decisions to end thinking", labels=["rule", "outcome"])
+    for labels, value in stats.decisions.items():
+        stops.add_metric(labels, value)
+    yield stops
     rungs = CounterMetricFamily("thinkfold_pressure", "Rungs of the pressure ladder taken", labels=["rung"])
     yield _labelled(rungs, stats.pressure)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from thinkfold.server.folds import segment_states
@@ -16,6 +16,7 @@ from thinkfold.types import (
     Fold,
     FoldPolicy,
     Limits,
+    Outcome,
     Phase,
     RequestOutput,
     Segment,
@@ -93,6 +94,7 @@ class Reply:
         self._costs: dict[int, Costs] = {}
         self._policies: tuple[ThinkingPolicy, FoldPolicy, Limits] | None = None
         self.choices = [Choice(index) for index in range(num_prompts * n)]
+        self.outcome: Outcome | None = None
         self.error: str | None = None
 
     @property
@@ -104,6 +106,7 @@ class Reply:
         self._costs[prompt] = output.costs
         self._policies = output.policy, output.fold, output.limits
         self.error = output.error or self.error
+        self.outcome = output.outcome or self.outcome
         self._unfinished -= output.finished
         for news in output.outputs:
             choice = self.choices[prompt * self._n + news.index]
@@ -138,10 +141,12 @@ class Reply:
         return total
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object with ours in it; each prompt counts once, outputs add up."""
+        """OpenAI's usage object with ours in it; each prompt counts once, outputs add up, also of samples not shown."""
         costs = self.costs()
         completion = sum(choice.num_output_tokens for choice in self.choices)
         reasoning = sum(choice.num_thinking_tokens for choice in self.choices)
+        if self.outcome is not None:
+            completion, reasoning = costs.thinking_tokens + costs.answer_tokens, costs.thinking_tokens
         return {
             "prompt_tokens": costs.prompt_tokens,
             "completion_tokens": completion,
@@ -161,7 +166,8 @@ class Reply:
         assert self._policies is not None
         states = [state for c in self.choices for state in segment_states(c.index, c.segments, c.folds)]
         more = {} if self._serving is None else self._serving.shown()
-        return {"policy": echo(*self._policies), "segments": states, **more}
+        decided = {} if self.outcome is None else {self.outcome.kind: asdict(self.outcome)}
+        return {"policy": echo(*self._policies), "segments": states, **more, **decided}
 
 
 def three_costs(costs: Costs) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from thinkfold.types.fold import (
 )
 from thinkfold.types.grammar import MAX_GRAMMAR_CHARS, Grammar, schema_format
 from thinkfold.types.limits import Clamp, Limits
+from thinkfold.types.outcome import AnswerClass, BestOfState, Outcome, VoteState
 from thinkfold.types.output import (
     Boundary,
     CompletionOutput,
@@ -45,8 +46,10 @@ __all__ = [
     "MAX_SEGMENT_TOKENS",
     "MAX_STOP_STRINGS",
     "UNLIMITED",
+    "AnswerClass",
     "AtAnswer",
     "BestOfParams",
+    "BestOfState",
     "Boundary",
     "Clamp",
     "CompletionOutput",
@@ -63,6 +66,7 @@ __all__ = [
     "Grammar",
     "Handle",
     "Limits",
+    "Outcome",
     "Phase",
     "PinnedPrefix",
     "Preset",
@@ -82,6 +86,7 @@ __all__ = [
     "TokenStats",
     "Until",
     "VoteParams",
+    "VoteState",
     "parse_best_of",
     "parse_control",
     "parse_early_stop",

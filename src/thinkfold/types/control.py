@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.types.checks import choice, integer, number
@@ -67,14 +67,17 @@ class ControlParams:
     """What a user may ask of early stopping; empty asks for nothing. Raises ParameterError.
 
     With `shadow` the rules run and say when they would have stopped, but nothing is stopped.
+    `task` declares what makes early answers unreadable: then only loops are stopped.
     """
 
     preset: Preset | str | None = None
     early_stop: EarlyStop | None = None
     shadow: bool = False
+    task: Literal["tools", "code"] | None = None
 
     def __post_init__(self) -> None:
         choice("control.preset", self.preset, tuple(Preset))
+        choice("control.task", self.task, ("tools", "code"))
         if not isinstance(self.shadow, bool):
             raise ParameterError("control.shadow", f"must be true or false, got {self.shadow!r:.60}")
         if self.shadow and self.preset is None and self.early_stop is None:
@@ -87,11 +90,11 @@ class ControlParams:
 
 
 def parse_control(given: Mapping[str, Any]) -> ControlParams:
-    """ControlParams from JSON: `preset`, `early_stop` (also called `early_stop_threshold`), `shadow`.
+    """ControlParams from JSON: `preset`, `early_stop` (also called `early_stop_threshold`), `shadow`, `task`.
 
     Null is not given. Raises ParameterError that names the field.
     """
-    _known("control", given, ("preset", "early_stop", "early_stop_threshold", "shadow"))
+    _known("control", given, ("preset", "early_stop", "early_stop_threshold", "shadow", "task"))
     knobs, alias = given.get("early_stop"), given.get("early_stop_threshold")
     if knobs is not None and alias is not None and knobs != alias:
         raise ParameterError("early_stop_threshold", "disagrees with early_stop")
@@ -101,6 +104,7 @@ def parse_control(given: Mapping[str, Any]) -> ControlParams:
         preset=given.get("preset"),
         early_stop=None if asked is None else parse_early_stop(asked),
         shadow=False if shadow is None else shadow,
+        task=given.get("task"),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from thinkfold.types.fold import FoldPolicy
 from thinkfold.types.limits import Limits
 from thinkfold.types.messages import by_position
+from thinkfold.types.outcome import Outcome
 from thinkfold.types.phases import FinishReason, Phase, ThinkingEndReason
 from thinkfold.types.thinking import ThinkingPolicy
 from thinkfold.types.until import Handle
@@ -181,7 +182,10 @@ class Costs:
 @by_position
 @dataclass(slots=True)
 class RequestOutput:
-    """What `AsyncEngine.generate` yields: the news of all branches since the last one."""
+    """What `AsyncEngine.generate` yields: the news of all branches since the last one.
+
+    `outcome` is where a decision over several samples stands (`AsyncEngine.decide`).
+    """
 
     request_id: str
     outputs: list[CompletionOutput]
@@ -191,6 +195,7 @@ class RequestOutput:
     error: str | None = None
     fold: FoldPolicy = field(default_factory=FoldPolicy)
     limits: Limits = field(default_factory=Limits)
+    outcome: Outcome | None = None
 
     def merge(self, later: RequestOutput) -> None:
         """Append `later` to self, branch by branch; keeps branches sorted by index."""
@@ -202,6 +207,7 @@ class RequestOutput:
                 self.outputs.append(output)
         self.outputs.sort(key=lambda o: o.index)
         self.policy, self.fold, self.costs = later.policy, later.fold, later.costs
+        self.outcome = later.outcome or self.outcome
         self.finished = later.finished
         self.error = later.error or self.error
 

@@ -32,3 +32,11 @@ class ThinkingEndReason(StrEnum):
     COST = "cost"  # the answer would have cost too much
     EOS = "eos"  # the model sampled EOS inside thinking and the engine closed it
     UNCLOSED = "unclosed"  # the response ended while thinking was open
+    VOTE = "vote"  # a vote was settled while this sample still thought, and it was to write the answer
+    # Rules of early stopping, by their names (see docs/control.md).
+    MARGIN = "margin"
+    ENTROPY = "entropy"
+    CONSISTENCY = "consistency"
+    CONFIDENCE = "confidence"
+    HOPELESS = "hopeless"
+    LOOP = "loop"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.types.checks import choice, integer, number
@@ -27,6 +27,8 @@ class VoteParams:
     killed) or `balanced`. `weights` is what a vote counts: 1, or its trace's bottom-10 % group
     confidence. `top_share` lets only the surest traces vote, once 32 have finished.
     """
+
+    field: ClassVar[str] = "vote"
 
     n: int = DEFAULT_VOTES
     mode: VoteMode = "waves"

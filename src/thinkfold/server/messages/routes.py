@@ -66,6 +66,7 @@ def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: 
         wish=body.thinkfold,
         events=body.wants_events,
         turn=chat.turn(thinking),
+        control=body.control_params(),
         names=NAMES,
     )
     return job, MessageWriter(job, seal, omits_thinking=body.omits_thinking)

@@ -97,6 +97,7 @@ def _prepare(
         wish=body.thinkfold,
         events=body.wants_events,
         turn=prompt.turn(thinking),
+        control=body.control_params(),
         names=body.names,
     )
     frame = Frame(

@@ -1,0 +1,183 @@
+"""Votes over live samples: waves, cancelled siblings, probes of all, one bill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from scripted import OPEN_PROMPT, ids, language, loop, make_engine
+
+from thinkfold.config import EngineConfig
+from thinkfold.control.rule import Probed
+from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.engine.messages import ModelInfo
+from thinkfold.engine.samples import Question, Samples
+from thinkfold.engine.steering import Steersman
+from thinkfold.engine.voting import run_vote
+from thinkfold.errors import EngineDeadError, ParameterError
+from thinkfold.types import (
+    CompletionOutput,
+    Costs,
+    FinishReason,
+    Phase,
+    RequestOutput,
+    SamplingParams,
+    ThinkingEndReason,
+    ThinkingParams,
+    ThinkingPolicy,
+    VoteParams,
+    VoteState,
+)
+
+POLICY = ThinkingPolicy(True, None, "default")
+ASKED = Question((1, 2, 3), SamplingParams(seed=1), request_id="q")
+
+
+class Replies:
+    """An engine whose i-th sample thinks `lengths[i]` tokens and then answers `texts[i]`, one token a turn for all."""
+
+    def __init__(self, texts: Sequence[str], lengths: Sequence[int] = (), *, fails: Exception | None = None) -> None:
+        self.texts, self.lengths = list(texts), list(lengths or [5] * len(texts))
+        self.fails = fails
+        self.seeds: list[int | None] = []
+        self.cancelled: list[tuple[str, int]] = []
+        self.ended: list[tuple[str, int, ThinkingEndReason]] = []
+
+    async def generate(
+        self, prompt, sampling, thinking=None, fold=None, *, request_id, namespace=(), service=None, control=None
+    ):
+        if self.fails is not None:
+            raise self.fails
+        first = int(request_id.rpartition("-s")[2])
+        self.seeds.append(sampling.seed)
+        live = dict.fromkeys(range(sampling.n), 0)
+        costs = Costs(prompt_tokens=len(prompt), cached_tokens=1, computed_prompt_tokens=2 if first == 0 else 1)
+        while live:
+            await asyncio.sleep(0)
+            news = []
+            for choice in list(live):
+                live[choice] += 1
+                told = live[choice]
+                out = CompletionOutput(choice, phase=Phase.THINKING, num_output_tokens=told, num_thinking_tokens=told)
+                if (request_id, choice) in self.cancelled:
+                    out.finish_reason, out.discarded = FinishReason.ABORT, True
+                elif told > self.lengths[first + choice] or (request_id, choice, ThinkingEndReason.VOTE) in self.ended:
+                    out.text, out.finish_reason = self.texts[first + choice], FinishReason.STOP
+                    costs.answer_tokens += 1
+                costs.thinking_tokens += out.finish_reason is None
+                if out.finish_reason is not None:
+                    del live[choice]
+                news.append(out)
+            yield RequestOutput(request_id, news, POLICY, costs, finished=not live)
+
+    async def cancel(self, request_id, choice=None, *, keep_partial=True):
+        assert not keep_partial, "nothing of a sibling is kept"
+        self.cancelled.append((request_id, choice))
+
+    async def end_thinking(self, request_id, choice=None, *, reason=ThinkingEndReason.CONTROL):
+        self.ended.append((request_id, choice, reason))
+
+
+class Looks(Steersman):
+    """Every probe gives one answer."""
+
+    def __init__(self, answer: str = "7}") -> None:
+        super().__init__(None, language()[2], (), "pebble")  # type: ignore[arg-type]
+        self.answer, self.asked = answer, 0
+
+    async def look(self, name, choice, action, at):
+        self.asked += 1
+        return Probed(at, self.answer, -0.1, 20)
+
+
+async def vote(engine: Replies, params: VoteParams, looks: Looks | None = None, **more) -> list[RequestOutput]:
+    looks = looks or Looks()
+    options = {"in_flight": False, **more}
+    return [output async for output in run_vote(Samples(engine, ASKED), params, looks, **options)]
+
+
+def boxed(*answers: int) -> list[str]:
+    return [f"It is \\boxed{{{answer}}}." for answer in answers]
+
+
+async def test_a_settled_vote_starts_no_second_wave():
+    engine = Replies(boxed(7, 7, 7, 7, 1, 1, 1, 1))
+    *states, last = await vote(engine, VoteParams(8))
+    assert last.finished and last.request_id == "q" and last.outputs[0].text == "It is \\boxed{7}."
+    found = last.outcome
+    assert isinstance(found, VoteState)
+    assert (found.answer, found.rule, found.started, found.finished, found.running) == ("7", "beta", 4, 4, 0)
+    assert [(c.answer, c.count) for c in found.classes] == [("7", 4)] and found.share == 1.0
+    assert len(engine.seeds) == 1
+    assert all(state.outcome and state.outcome.rule is None and not state.finished for state in states)
+    counts = [state.outcome.finished for state in states if isinstance(state.outcome, VoteState)]
+    assert counts == sorted(counts) and len(set(counts)) > 1, "its state is told as it forms"
+
+
+async def test_an_open_vote_goes_on_in_waves_with_other_seeds_and_pays_the_prompt_once():
+    engine = Replies(boxed(7, 1, 7, 1, 7, 7, 7, 7))
+    last = (await vote(engine, VoteParams(8)))[-1]
+    assert isinstance(last.outcome, VoteState) and last.outcome.answer == "7" and last.outcome.started == 8
+    assert engine.seeds == [1, 5]
+    assert (last.costs.prompt_tokens, last.costs.cached_tokens, last.costs.computed_prompt_tokens) == (3, 1, 3)
+    assert last.costs.answer_tokens == 8 and last.costs.thinking_tokens == 8 * 5
+
+
+async def test_siblings_that_cannot_change_the_winner_are_cancelled():
+    engine = Replies(boxed(7, 7, 7, 1, 1), [2, 2, 2, 900, 900])
+    last = (await vote(engine, VoteParams(5, mode="all", stop="exact")))[-1]
+    assert isinstance(last.outcome, VoteState)
+    assert (last.outcome.rule, last.outcome.cancelled) == ("lossless", 2)
+    assert engine.cancelled == [("q-s0", 3), ("q-s0", 4)]
+
+
+async def test_a_vote_settled_in_flight_lets_one_sample_write():
+    engine = Replies(boxed(7, 7, 7, 7), [5000] * 4)
+    looks = Looks()
+    last = (await vote(engine, VoteParams(4), looks, in_flight=True, tick_tokens=20))[-1]
+    assert isinstance(last.outcome, VoteState)
+    assert (last.outcome.answer, last.outcome.rule, last.outcome.finished) == ("7", "in_flight", 1)
+    assert len(engine.ended) == 1 and len(engine.cancelled) == 3 and looks.asked % 4 == 0
+    assert last.outputs[0].text and last.outputs[0].index == 0
+
+
+async def test_without_ticks_nothing_is_probed():
+    looks = Looks()
+    await vote(Replies(boxed(7, 7, 7, 7), [200] * 4), VoteParams(4), looks, in_flight=False, tick_tokens=20)
+    assert looks.asked == 0
+
+
+async def test_samples_without_an_answer_fail_and_an_engine_that_dies_is_told():
+    last = (await vote(Replies(["", "", *boxed(3, 3)]), VoteParams(4)))[-1]
+    assert isinstance(last.outcome, VoteState) and (last.outcome.answer, last.outcome.finished) == ("3", 2)
+    with pytest.raises(EngineDeadError):
+        await vote(Replies(boxed(1, 1), fails=EngineDeadError("gone")), VoteParams(2))
+
+
+@pytest.mark.parametrize(("sampling", "field"), [({"n": 2}, "n"), ({"temperature": 0.0}, "temperature")])
+def test_what_makes_no_vote_is_refused(sampling, field):
+    with pytest.raises(ParameterError) as refused:
+        Question((1,), SamplingParams(**sampling)).check("vote")
+    assert refused.value.field == field
+
+
+async def test_samples_fork_off_one_prefill():
+    made = []
+
+    def build(config):
+        engine = make_engine(max_num_seqs=8)
+        engine.runner.scripts["any"] = (loop(answer="B"), len(ids(OPEN_PROMPT)))
+        made.append(engine)
+        return engine.core, ModelInfo("pebble", "qwen3", 1600, 1536, 400, 4, 100, 1600, "qwen3", True, True)
+
+    engine = await AsyncEngine.start(EngineConfig(own_process=False), build=build)
+    try:
+        prompt = tuple(ids(OPEN_PROMPT))
+        question = Question(prompt, SamplingParams(max_tokens=60), ThinkingParams(thinking_token_budget=9))
+        last = [output async for output in engine.decide(question, VoteParams(8))][-1]
+    finally:
+        await engine.stop()
+    assert isinstance(last.outcome, VoteState) and last.outcome.answer == "B" and last.outcome.started == 4
+    assert last.costs.computed_prompt_tokens <= len(prompt) + 4, "the prompt is computed once"
+    assert last.costs.thinking_tokens == 4 * 9

@@ -1,0 +1,160 @@
+"""What bodies say about early stopping, and what reaches the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+
+import pytest
+from server_stand_in import ScriptedEngine, chat, events, serving
+
+from thinkfold.engine.samples import Question
+from thinkfold.errors import ParameterError
+from thinkfold.server.chat import ChatRequest
+from thinkfold.types import (
+    CompletionOutput,
+    ControlParams,
+    Costs,
+    EarlyStop,
+    FinishReason,
+    RequestOutput,
+    ThinkingPolicy,
+    VoteParams,
+    VoteState,
+)
+
+KNOBS = {"entropy": 0.1, "consistency": "3/4"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def control_of(path: str, body: dict) -> ControlParams | None:
+    engine = ScriptedEngine()
+    async with serving(engine) as client:
+        response = await client.post(path, json={"model": "tiny", **body})
+    assert response.status_code == 200, response.text
+    return engine.calls[0].control
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}]}),
+        ("/v1/completions", {"prompt": "w"}),
+        ("/v1/responses", {"input": "q"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "q"}], "max_tokens": 50}),
+    ],
+)
+async def test_every_api_takes_the_knobs(path, body):
+    wanted = ControlParams(early_stop=EarlyStop(entropy=0.1, consistency=(3, 4)))
+    assert await control_of(path, body) is None
+    assert await control_of(path, {**body, "early_stop": KNOBS}) == wanted
+    assert await control_of(path, {**body, "early_stop_threshold": KNOBS}) == wanted
+    inside = {"control": {"preset": "balanced", "early_stop": KNOBS}}
+    assert await control_of(path, {**body, "thinkfold": inside}) == replace(wanted, preset="balanced")
+
+
+def test_a_request_with_tools_is_guarded():
+    body = {"messages": [{"role": "user", "content": "q"}], "thinkfold": {"control": {"preset": "balanced"}}}
+    assert ChatRequest.model_validate(body).control_params() == ControlParams("balanced")
+    found = ChatRequest.model_validate({**body, "tools": [TOOL]}).control_params()
+    assert found == ControlParams("balanced", task="tools")
+    assert ChatRequest.model_validate({"messages": [], "tools": [TOOL]}).control_params() is None
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"early_stop": {"entropy": -1}}, "early_stop.entropy"),
+        ({"early_stop": {"patience": 3}}, "early_stop.patience"),
+        ({"early_stop": {"entropy": 0.1}, "early_stop_threshold": {"entropy": 0.2}}, "early_stop_threshold"),
+        ({"early_stop": {"entropy": 0.1}, "thinkfold": {"control": {"early_stop": {"entropy": 1}}}}, "early_stop"),
+        ({"thinkfold": {"control": {"preset": "bold"}}}, "thinkfold.control.preset"),
+        ({"thinkfold": {"control": {"shadow": True}}}, "thinkfold.control.shadow"),
+        ({"thinkfold": {"control": {"task": "poetry"}}}, "thinkfold.control.task"),
+    ],
+)
+async def test_bad_wishes_are_refused_by_name(more, field):
+    async with serving(ScriptedEngine()) as client:
+        response = await chat(client, **more)
+    assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text
+
+
+async def test_decisions_are_metrics(monkeypatch):
+    stats = replace(ScriptedEngine().stats(), decisions={("margin", "stopped"): 3})
+    monkeypatch.setattr(ScriptedEngine, "stats", lambda self: stats)
+    async with serving(ScriptedEngine()) as client:
+        text = (await client.get("/metrics")).text
+    assert 'thinkfold_stop_decisions_total{outcome="stopped",rule="margin"} 3.0' in text
+
+
+@dataclass(slots=True)
+class Decider(ScriptedEngine):
+    """Tells one state of a vote, then its end."""
+
+    asked: list[tuple[Question, VoteParams]] = field(default_factory=list)
+
+    async def decide(self, question: Question, how: VoteParams) -> AsyncGenerator[RequestOutput, None]:
+        question.check(how.field)
+        self.asked.append((question, how))
+        policy = ThinkingPolicy(True, None, "default")
+        state = VoteState(n=how.n, started=4, running=4, finished=0, cancelled=0, abstained=0)
+        yield RequestOutput(question.request_id, [CompletionOutput(0)], policy, Costs(), outcome=state)
+        done = replace(state, running=0, finished=3, cancelled=1, answer="7", rule="beta", sample=2)
+        shown = CompletionOutput(
+            0, "w", "7", num_output_tokens=3, num_thinking_tokens=1, finish_reason=FinishReason.STOP
+        )
+        costs = Costs(prompt_tokens=5, thinking_tokens=30, answer_tokens=12, discarded_tokens=9)
+        yield RequestOutput(question.request_id, [shown], policy, costs, True, outcome=done)
+
+
+async def test_a_vote_shows_the_winner_the_result_and_what_all_samples_cost():
+    engine = Decider()
+    async with serving(engine) as client:
+        body = (await chat(client, vote={"n": 6, "mode": "all"}, early_stop=KNOBS)).json()
+    ((question, how),) = engine.asked
+    assert how == VoteParams(6, "all") and question.control is not None and question.request_id == body["id"]
+    assert body["choices"][0]["message"]["content"] == "7" and len(body["choices"]) == 1
+    vote = body["thinkfold"]["vote"]
+    assert (vote["answer"], vote["rule"], vote["finished"], vote["cancelled"]) == ("7", "beta", 3, 1)
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 42)
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 30
+    assert usage["thinkfold"]["tokens"]["discarded"] == 9
+
+
+async def test_a_stream_tells_the_state_of_its_vote_if_asked_to():
+    async with serving(Decider()) as client:
+        told = await chat(client, vote=True, stream=True, thinkfold={"events": True})
+        silent = await chat(client, vote=True, stream=True)
+    assert told.text.count("event: thinkfold.vote") == 2
+    chunks = [json.loads(line[6:]) for line in told.text.splitlines() if line.startswith("data: {")]
+    states = [chunk["thinkfold"]["vote"] for chunk in chunks if "vote" in chunk.get("thinkfold", {})]
+    assert [state["rule"] for state in states] == [None, "beta", "beta"], "two events, and the end of the stream"
+    assert "event:" not in silent.text and events(silent)[-1]["thinkfold"]["vote"]["answer"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"vote": {"n": 1}}, "vote.n"),
+        ({"vote": {"size": 3}}, "vote.size"),
+        ({"vote": True, "n": 2}, "n"),
+        ({"vote": True, "temperature": 0}, "temperature"),
+    ],
+)
+async def test_what_makes_no_vote_is_refused(more, field):
+    async with serving(Decider()) as client:
+        response = await chat(client, **more)
+    assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text
+
+
+def test_calls_are_not_voted_on():
+    with pytest.raises(ParameterError, match="vote: goes without tools"):
+        ChatRequest.model_validate({"messages": [], "tools": [TOOL], "vote": True}).decision()
+
+
+async def test_engines_that_ask_one_sample_refuse_votes():
+    async with serving(ScriptedEngine()) as client:
+        response = await chat(client, vote=True)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "vote"
