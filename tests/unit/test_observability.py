@@ -64,7 +64,7 @@ async def test_labels_are_bounded() -> None:
     text = await exposition(ScriptedEngine(), user="somebody", metadata={"k": "v"}, cache_salt="s", model="tiny")
     labels = {label for line in text.splitlines() for label in re.findall(r"(\w+)=\"", line)}
     assert labels <= {"le", "reason", "class", "status", "finish_reason", "rung", "limit", "rule", "outcome"}
-    assert len(ThinkingEndReason) <= 12
+    assert len(ThinkingEndReason) <= 16
 
 
 async def test_boards_alerts_and_docs_name_metrics_that_exist() -> None:
