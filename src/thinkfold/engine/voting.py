@@ -61,6 +61,7 @@ class _Vote:
         self._probes: dict[int, str | None] = {}  # the last answer of each sample
         self._windows: dict[int, int] = {}  # output tokens at the last look at a sample's confidence
         self._told: set[int] = set()
+        self._settled = False  # in flight: one sample writes, nobody is asked any more
         self.state = VoteState(params.n, 0, 0, 0, 0, 0)
 
     async def take(self, sample: Sample) -> None:
@@ -72,7 +73,7 @@ class _Vote:
         else:
             await self._look_at_window(sample)
         thinking = [each for each in self._running() if each.thinks]
-        if self.voting.wants_ticks and thinking and self.voting.result is None:
+        if self.voting.wants_ticks and thinking and not self._settled:
             progress = min(each.output.num_thinking_tokens for each in thinking if each.output)
             if progress >= self._next_tick:
                 self._next_tick = (progress // self._tick + 1) * self._tick
@@ -86,6 +87,7 @@ class _Vote:
                 case CancelTraces():
                     await self._samples.cancel(action.traces)
                 case EndTraceThinking():
+                    self._settled = True
                     await self._samples.end_thinking(action.trace)
 
     def _running(self) -> list[Sample]:
