@@ -13,7 +13,7 @@ from thinkfold.types.fold import (
 )
 from thinkfold.types.grammar import MAX_GRAMMAR_CHARS, Grammar, schema_format
 from thinkfold.types.limits import Clamp, Limits
-from thinkfold.types.outcome import AnswerClass, BestOfState, Outcome, VoteState
+from thinkfold.types.outcome import AnswerClass, Outcome, VoteState
 from thinkfold.types.output import (
     Boundary,
     CompletionOutput,
@@ -49,7 +49,6 @@ __all__ = [
     "AnswerClass",
     "AtAnswer",
     "BestOfParams",
-    "BestOfState",
     "Boundary",
     "Clamp",
     "CompletionOutput",

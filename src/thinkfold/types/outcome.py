@@ -44,25 +44,4 @@ class VoteState:
     by_reply: bool = False
 
 
-@by_position
-@dataclass(frozen=True, slots=True)
-class BestOfState:
-    """The best of n. `rule` says why it ended; None while it runs.
-
-    `scores` by sample, misses of the verifier filled by the median once it has ended.
-    """
-
-    kind: ClassVar[str] = "best_of"
-
-    n: int
-    started: int
-    running: int
-    finished: int
-    scores: dict[int, float | None]
-    misses: int = 0
-    answer: str | None = None
-    rule: str | None = None
-    sample: int | None = None
-
-
-Outcome = VoteState | BestOfState
+Outcome = VoteState
