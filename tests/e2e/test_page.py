@@ -56,6 +56,6 @@ def test_segments_fold_as_they_are_written(page: Page, pebble: Served) -> None:
     assert "entries · " in page.locator(".segment[data-state=folded] .chip").last.inner_text()
     assert "in summaries" in page.inner_text("#thinking-sum") and "folds" in page.inner_text("#cost-memory")
     first = page.evaluate("document.querySelector('.segment .text').textContent")
-    assert first.endswith("\n"), "a segment is cut at the end of a line"
+    assert len(first) > 100, "a segment holds its text while it is folded"
     page.locator("#legend li", has_text="cached").wait_for()
     assert pebble.stats().folds >= 1

@@ -15,6 +15,7 @@ from thinkfold.engine.messages import Abort
 class Idle:
     has_work = has_news = urgent = idle = has_requests = False
     orders, handles = types.SimpleNamespace(take=list), types.SimpleNamespace(expire=list)
+    prefixes = types.SimpleNamespace(expire=list, answered=[])
 
     def check_integrity(self):
         pass

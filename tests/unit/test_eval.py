@@ -18,6 +18,7 @@ from thinkfold.engine import async_engine
 from thinkfold.errors import ParameterError
 from thinkfold.types import (
     CompletionOutput,
+    ControlParams,
     Costs,
     FinishReason,
     FoldParams,
@@ -50,8 +51,14 @@ class FakeEngine:
         self.prompts = SimpleNamespace(encode_chat=lambda messages: messages[0]["content"])
 
     async def generate(
-        self, prompt: Any, sampling: SamplingParams, thinking: ThinkingParams, fold: FoldParams | None = None
+        self,
+        prompt: Any,
+        sampling: SamplingParams,
+        thinking: ThinkingParams,
+        fold: FoldParams | None = None,
+        control: ControlParams | None = None,
     ) -> AsyncIterator[RequestOutput]:
+        assert control is None
         self.seeds[prompt] = sampling.seed
         self.running += 1
         self.most = max(self.most, self.running)
