@@ -39,8 +39,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 def idle(served: Served) -> bool:
     stats = served.stats()
-    held = sum(count for name, count in stats.pages_by_class.items() if name != "cached")
-    return (stats.running, stats.waiting, held) == (0, 0, 0)
+    return (stats.running, stats.waiting, stats.kv_pages.held) == (0, 0, 0)
 
 
 def busy(served: Served, requests: int) -> Callable[[], bool]:
