@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES, help="rows x entries, with commas (default: %(default)s)")
     parser.add_argument("--sampled", action="store_true", help="T = 0.6, top_p = 0.95 instead of forced tokens")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=("model", "fp8_e4m3"), default="model")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--device", default="auto")

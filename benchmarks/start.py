@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -23,6 +24,7 @@ from thinkfold.cli import rows
 from thinkfold.errors import ThinkfoldError
 
 PATIENCE = 120.0  # seconds for a start, and for a first token
+GRACE = 30.0  # seconds for an orderly end
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,23 @@ def measure() -> Start:
             ready, idle = time.monotonic() - started, resident(psutil.Process(server.pid))
             first = _first_token(client) - started
     finally:
-        server.terminate()
-        server.wait(PATIENCE)
+        stop(server)
     return Start(ready, first, idle)
+
+
+def stop(server: subprocess.Popen[bytes], grace: float = GRACE) -> None:
+    """End a server; one that has not gone after `grace` seconds is killed, with what it has started."""
+    if server.poll() is not None:
+        return
+    started = psutil.Process(server.pid).children(recursive=True)
+    server.terminate()
+    try:
+        server.wait(grace)
+    except subprocess.TimeoutExpired:
+        for process in (server, *started):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        server.wait()
 
 
 def resident(process: psutil.Process) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -40,3 +43,27 @@ def test_a_reply_without_a_token_is_an_error(body: str, found: bool) -> None:
         else:
             with pytest.raises(ThinkfoldError, match="no token came: status 200"):
                 start._first_token(client)
+
+
+DEAF = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20); print('alive')"])
+print("ready", flush=True)
+child.wait()
+"""
+
+
+def test_a_server_that_does_not_end_is_killed_with_its_processes() -> None:
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+        start.stop(server, grace=0.05)
+        assert server.returncode == -signal.SIGKILL
+        assert server.stdout.read() == b"", "what it has started still writes"
+
+
+def test_a_server_that_has_ended_is_left_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as server:
+        server.wait()
+        start.stop(server)
+        assert server.returncode == 0

@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from thinkfold.attention import reference
 from thinkfold.attention.fp8 import FP8
@@ -118,7 +117,9 @@ def _checked(
     return body(backend)(q, k, v, kv, layer, *tables, bias, kv_scales, scale, sliding_window, *sinks)
 
 
-_opaque = custom_op("thinkfold::paged_attention", _checked, mutates_args=("kv", "kv_scales", "query_sink", "lse_sink"))
+_opaque = library.custom_op(
+    "thinkfold::paged_attention", _checked, mutates_args=("kv", "kv_scales", "query_sink", "lse_sink")
+)
 
 
 @_opaque.register_fake

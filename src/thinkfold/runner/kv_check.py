@@ -62,8 +62,8 @@ def fp8_errors(config: EngineConfig, loaded: LoadedModel, budgets: FoldBudgets, 
     """Relative error of the attention output `[L]`, the largest over the texts; 1 where fp8 cannot hold a row."""
     size, texts = config.page_size, list(_token_ids(loaded))
     pages = -(-max(map(len, texts)) // size)
-    exact = replace(config, kv_cache_dtype="model", max_num_seqs=1)
-    memory = DeviceMemory(exact, loaded, budgets, pages * size, loaded.dtype, pages)
+    one_row = replace(config, max_num_seqs=1)
+    memory = DeviceMemory(one_row, loaded, budgets, pages * size, loaded.dtype, pages)
     facts, errors = attention_facts(loaded), []
     for ids in texts:
         row = BatchRow(0, ids, from_slot=False, position=0, kv_start=0, pages=list(range(pages)), keep_queries=True)
