@@ -78,7 +78,8 @@ class ModelRunner:
         self._last_token = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
         ends = loaded.eos_token_ids if eos_token_ids is None else eos_token_ids
         ends = tuple(sorted(i for i in ends if i < loaded.vocab_size))
-        self._sampler = Sampler(loaded.vocab_size, config.max_num_seqs, ends, end_marker_id, self._device)
+        backend = loader.pick_attention(config.attention_backend, self._device)
+        self._sampler = Sampler(loaded.vocab_size, config.max_num_seqs, ends, end_marker_id, self._device, backend)
         self.budgets = fold_budgets(loaded)
         self.kv_dtype, self.fp8_error = stored_dtype(config, loaded, self.budgets, self._token_tile)
         self._memory = DeviceMemory(config, loaded, self.budgets, self.max_model_len, self.kv_dtype, 2)

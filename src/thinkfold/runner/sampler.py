@@ -6,7 +6,7 @@ own logits, parameters and counter: neighbours change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinkfold.runner import filters, penalties, rng
-from thinkfold.runner.invariance import row_sums
+from thinkfold.runner import filters, observed, penalties, rng
+from thinkfold.runner.observed import Seen
 from thinkfold.runner.penalties import Penalties
 from thinkfold.scheduler.output import SampleRow
 from thinkfold.types import SamplingParams
@@ -80,18 +80,18 @@ class Drawn(NamedTuple):
     top_logprobs: Tensor
 
 
-class _Seen(NamedTuple):
-    """What raw logits say, whatever is drawn: all `[R]` but `logprobs` `[R, V]`."""
+class _Bodies(NamedTuple):
+    """What reads whole rows of logits, in PyTorch or in Triton."""
 
-    finite: Tensor
-    logprobs: Tensor
-    entropy: Tensor
-    confidence: Tensor
-    margin: Tensor
+    observe: Callable[[Tensor, int], Seen]
+    draw: Callable[[Tensor, Tensor, list[SamplingParams]], Tensor]
 
 
 class Sampler:
-    """Draws tokens. `end_marker_id` is the first token of the thinking end marker, if there is one."""
+    """Draws tokens. `end_marker_id` is the first token of the thinking end marker, if there is one.
+
+    `backend` is reference (plain PyTorch) or triton, as for attention.
+    """
 
     def __init__(
         self,
@@ -100,10 +100,13 @@ class Sampler:
         eos_token_ids: tuple[int, ...],
         end_marker_id: int | None,
         device: torch.device,
+        backend: str = "reference",
     ) -> None:
         self.end_marker_id = end_marker_id
+        self._bodies = _bodies(backend)
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
+        self._num_confident = min(CONFIDENCE_TOKENS, vocab_size)
         self._penalties = Penalties(vocab_size, max_num_seqs, device)
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         # Rows that between them ask for every filter, so that no work is left out.
@@ -150,32 +153,34 @@ class Sampler:
     def sample(self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Drawn:
         """Draw one token a row from `logits` `[R, V]` (any float dtype, left as they are)."""
         raw = logits.float()
-        seen = self._observe(raw)
+        seen = self._bodies.observe(raw, self._num_confident)
         token_ids = torch.where(seen.finite, self._draw(raw, samples, inputs), -1)
-        stats, logprobs = _statistics(seen, token_ids), seen.logprobs
+        stats = self._statistics(raw, seen, token_ids)
         num_top = min(max((s.params.logprobs or 0 for s in samples), default=0), self._vocab_size)
         if not num_top:
-            return Drawn(token_ids, stats, token_ids[:0, None], logprobs[:0, :0])
-        top = logprobs[inputs.top_rows].topk(num_top, dim=-1)
-        return Drawn(token_ids, stats, top.indices, top.values)
+            return Drawn(token_ids, stats, token_ids[:0, None], stats[:0, :0])
+        top = raw[inputs.top_rows].topk(num_top, dim=-1)
+        return Drawn(token_ids, stats, top.indices, top.values - seen.lse[inputs.top_rows, None])
 
     def sample_fixed(self, raw: Tensor, inputs: FixedInputs, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Token ids and stats as `sample` gives them, of `raw` `[S, V]` fp32, which is changed.
+        """Token ids and stats as `sample` gives them, of `raw` `[S, V]` fp32, left as it was.
 
         What is launched depends on shapes and `draws` alone, so it can be captured. It knows no
         penalties, no logit bias, no masks, no top log-probs, and of end tokens the model's own.
         """
-        seen = self._observe(raw)
-        raw[:, self._eos] = raw[:, self._eos].masked_fill((inputs.ban > 0)[:, None], -torch.inf)
+        seen = self._bodies.observe(raw, self._num_confident)
+        ends = raw[:, self._eos]
+        raw[:, self._eos] = ends.masked_fill((inputs.ban > 0)[:, None], -torch.inf)
         token_ids = raw.argmax(dim=-1)
         if draws is not Draws.GREEDY:
             temperature = inputs.knobs[0]
             knobs = torch.cat([torch.where(temperature > 0, temperature, 1.0)[None], inputs.knobs[1:]])
-            drawn = filters.draw(raw, knobs, self._all_filters if draws is Draws.FILTERED else [])
+            drawn = self._bodies.draw(raw, knobs, self._all_filters if draws is Draws.FILTERED else [])
             token_ids = torch.where(temperature > 0, drawn, token_ids)
         token_ids = torch.where(inputs.forced >= 0, inputs.forced, token_ids)
         token_ids = torch.where(seen.finite, token_ids, -1)
-        return token_ids, _statistics(seen, token_ids)
+        raw[:, self._eos] = ends
+        return token_ids, self._statistics(raw, seen, token_ids)
 
     def has_fixed_shapes(self, sample: SampleRow) -> bool:
         """Whether `sample_fixed` can draw this row."""
@@ -184,15 +189,11 @@ class Sampler:
             return False
         return not (sample.ban_eos and params.stop_token_ids)
 
-    def _observe(self, raw: Tensor) -> _Seen:
-        best, least = raw.amax(dim=-1), raw.amin(dim=-1)
-        finite = (best < torch.inf) & (least > -torch.inf)  # NaN is neither
-        logprobs = raw.log_softmax(dim=-1)
-        entropy = -row_sums(logprobs.exp() * logprobs)
-        confidence = logprobs.topk(min(CONFIDENCE_TOKENS, self._vocab_size), dim=-1).values.mean(dim=-1).neg_()
+    def _statistics(self, raw: Tensor, seen: Seen, token_ids: Tensor) -> Tensor:
+        logprob = raw.gather(1, token_ids.clamp(min=0)[:, None])[:, 0] - seen.lse
         end = self.end_marker_id
-        margin = torch.full_like(best, torch.nan) if end is None else best - raw[:, end]
-        return _Seen(finite, logprobs, entropy, confidence, margin)
+        margin = torch.full_like(seen.best, torch.nan) if end is None else seen.best - raw[:, end]
+        return torch.stack([logprob, seen.entropy, seen.confidence, margin], dim=1)
 
     def _draw(self, raw: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
         logits = raw
@@ -209,15 +210,23 @@ class Sampler:
         if inputs.masked_rows.numel():
             rows = inputs.masked_rows
             logits[rows] = logits[rows].masked_fill(~_bits(inputs.masks, self._vocab_size), -torch.inf)
-        token_ids = _choose(logits, samples, inputs)
+        token_ids = self._choose(logits, samples, inputs)
         if inputs.penalty_rows.numel():
             self._penalties.count(penalty_inputs, token_ids)
         return token_ids
 
-
-def _statistics(seen: _Seen, token_ids: Tensor) -> Tensor:
-    logprob = seen.logprobs.gather(1, token_ids.clamp(min=0)[:, None])[:, 0]
-    return torch.stack([logprob, seen.entropy, seen.confidence, seen.margin], dim=1)
+    def _choose(self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
+        """A token id `[R]` for each row of `logits` `[R, V]`: drawn, forced or the most likely one."""
+        draw, knobs, num_random = self._bodies.draw, inputs.knobs.view(torch.float64), len(inputs.random_rows)
+        params = [s.params for s in samples if s.params.temperature > 0 and s.forced_token is None]
+        if num_random == len(logits):
+            return draw(logits, knobs, params)
+        token_ids = logits.argmax(dim=-1)
+        if num_random:
+            token_ids[inputs.random_rows] = draw(logits[inputs.random_rows], knobs, params)
+        if inputs.forced.numel():
+            token_ids[inputs.forced[0]] = inputs.forced[1]
+        return token_ids
 
 
 def draws_of(samples: Iterable[SampleRow]) -> Draws:
@@ -232,22 +241,15 @@ def draws_of(samples: Iterable[SampleRow]) -> Draws:
     return found
 
 
-def _choose(logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:
-    """A token id `[R]` for each row of `logits` `[R, V]`: drawn, forced or the most likely one."""
-    num_random = len(inputs.random_rows)
-    params = [s.params for s in samples if s.params.temperature > 0 and s.forced_token is None] if num_random else []
-    if num_random == len(logits):
-        return filters.draw(logits, inputs.knobs.view(torch.float64), params)
-    token_ids = logits.argmax(dim=-1)
-    if num_random:
-        drawn = filters.draw(logits[inputs.random_rows], inputs.knobs.view(torch.float64), params)
-        token_ids[inputs.random_rows] = drawn
-    if inputs.forced.numel():
-        token_ids[inputs.forced[0]] = inputs.forced[1]
-    return token_ids
-
-
 def _bits(masks: Tensor, count: int) -> Tensor:
     """The first `count` bits of each row of words, as booleans `[M, count]`."""
     bits = masks[:, :, None] >> torch.arange(64, device=masks.device) & 1
     return bits.flatten(1)[:, :count].bool()
+
+
+def _bodies(backend: str) -> _Bodies:
+    if backend != "triton":
+        return _Bodies(observed.observe, filters.draw)
+    from thinkfold.runner import triton_draw, triton_observe  # Triton is not everywhere, and slow to import
+
+    return _Bodies(triton_observe.observe, triton_draw.draw)
