@@ -64,32 +64,32 @@ def test_a_rule_stops_where_the_probes_agree_and_looks_are_counted() -> None:
     found = replay(settled_at(400), EarlyStopping(parse_control({"early_stop": {"consistency": "2/2"}})))
     # two free probes at 200 and 400, then 3 * 12 tokens must be at most 6 % of the length
     assert (found.rule, found.correct) == ("consistency", True)
-    assert found.stopped_at == 600 and found.look_tokens == 3 * 12
+    assert found.look_tokens == 3 * 12
     assert found.tokens == 600 + 36 + 3
 
 
 def test_an_early_wrong_answer_costs_accuracy() -> None:
     wrong = [replace(place(at, "5"), mean_logprob=SURE) for at in range(128, 1000, 128)]
     found = replay(record(*wrong), EarlyStopping(parse_control({"early_stop": {"confidence": 0.95}})))
-    assert not found.correct and found.stopped_at == 128
+    assert not found.correct and found.tokens - found.look_tokens == 128 + 3
 
 
 def test_the_exact_preset_changes_nothing() -> None:
     trace = settled_at(200)
     found = replay(trace, EarlyStopping(parse_control({"preset": "exact"})))
-    assert (found.tokens, found.look_tokens, found.stopped_at) == (1000, 0, None)
+    assert (found.tokens, found.look_tokens, found.rule) == (1000, 0, None)
 
 
 def test_a_stop_behind_the_last_probe_is_none() -> None:
     late = record(place(900, margin=-1.0))
     found = replay(late, EarlyStopping(parse_control({"preset": "aggressive"})))
-    assert found.stopped_at is None and found.tokens == 1000 and found.correct
+    assert found.rule is None and found.tokens == 1000 and found.correct
 
 
 def test_a_margin_stop_takes_effect_at_the_next_probe() -> None:
     trace = record(place(300, margin=-1.0), place(350, "7", right=True))
     found = replay(trace, EarlyStopping(parse_control({"preset": "aggressive"})))
-    assert (found.rule, found.stopped_at) == ("margin", 350)
+    assert (found.rule, found.tokens - found.look_tokens) == ("margin", 350 + 3)
 
 
 def test_a_loop_is_seen_in_the_recorded_tokens() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thinkfold.control.early_stop import EarlyStopping, Guards
 from thinkfold.control.facts import Facts, read_probe
 from thinkfold.control.loops import tail_period
-from thinkfold.control.rule import Action, AtBoundary, Boundary, EndThinking, Peek, Peeked, Probe, Probed, Wrote
+from thinkfold.control.rule import Action, AtBoundary, BoundaryKind, EndThinking, Peek, Peeked, Probe, Probed, Wrote
 from thinkfold.control.shadow import Scoreboard
 from thinkfold.errors import ParameterError
 from thinkfold.types import ControlParams, EarlyStop, Preset, parse_control
@@ -30,11 +30,11 @@ def probed(at: int, text: str, probability: float = 0.9, tokens: int = 30) -> Pr
 
 
 def sentence(at: int, margin: float = math.nan, text: str = "") -> AtBoundary:
-    return AtBoundary(at, Boundary.SENTENCE, margin, text)
+    return AtBoundary(at, BoundaryKind.SENTENCE, margin, text)
 
 
 def paragraph(at: int, margin: float = math.nan) -> AtBoundary:
-    return AtBoundary(at, Boundary.PARAGRAPH, margin)
+    return AtBoundary(at, BoundaryKind.PARAGRAPH, margin)
 
 
 def rule_of(actions: list[Action]) -> str | None:

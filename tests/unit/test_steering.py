@@ -10,13 +10,11 @@ from scripted import language
 
 from thinkfold.control.presets import PRESETS
 from thinkfold.control.probing import Observer
-from thinkfold.control.rule import AtBoundary, Boundary, Wrote
+from thinkfold.control.rule import AtBoundary, BoundaryKind, Wrote
 from thinkfold.engine.steering import Steersman
 from thinkfold.errors import ConflictError, UnsupportedError
 from thinkfold.types import (
-    Boundary as Place,
-)
-from thinkfold.types import (
+    Boundary,
     CompletionOutput,
     Costs,
     FinishReason,
@@ -62,7 +60,7 @@ def news(told: int, *, new: int, places=(), index=0, **more) -> CompletionOutput
     """`new` tokens of thinking up to `told`, with boundaries of kinds at places."""
     defaults = {"phase": Phase.THINKING, "num_output_tokens": told, "num_thinking_tokens": told}
     stats = [NO_MARGIN] * new
-    found = [Place(kind, at) for kind, at in places]
+    found = [Boundary(kind, at) for kind, at in places]
     return CompletionOutput(index, token_ids=[7] * new, stats=stats, boundaries=found, **{**defaults, **more})
 
 
@@ -96,29 +94,29 @@ async def steer(
 def test_a_boundary_waits_for_the_row_behind_it_and_the_strongest_counts():
     observer = Observer()
     rows = [TokenStats(0.0, 0.0, 0.0, float(margin)) for margin in range(3)]
-    places = [Place("sentence", 3), Place("paragraph", 3), Place("transition", 1)]
+    places = [Boundary("sentence", 3), Boundary("paragraph", 3), Boundary("transition", 1)]
     first = CompletionOutput(
         0, "ab", token_ids=[1, 2, 3], stats=rows, boundaries=places, phase=Phase.THINKING,
         num_output_tokens=3, num_thinking_tokens=3,
     )  # fmt: skip
-    assert observer.read(first) == [AtBoundary(1, Boundary.TRANSITION, 1.0, "ab")]
+    assert observer.read(first) == [AtBoundary(1, BoundaryKind.TRANSITION, 1.0, "ab")]
     later = CompletionOutput(
         0, "c", token_ids=[4], stats=[TokenStats(0.0, 0.0, 0.0, 9.0)], phase=Phase.THINKING,
         num_output_tokens=4, num_thinking_tokens=4,
     )  # fmt: skip
-    assert observer.read(later) == [AtBoundary(3, Boundary.PARAGRAPH, 9.0, "c")]
+    assert observer.read(later) == [AtBoundary(3, BoundaryKind.PARAGRAPH, 9.0, "c")]
 
 
 def test_margins_around_injected_tokens_are_unknown_and_nothing_is_seen_of_an_answer():
     observer = Observer()
     injected = CompletionOutput(
-        0, token_ids=[1, 2], stats=[TokenStats(0.0, 0.0, 0.0, 5.0)], boundaries=[Place("sentence", 1)],
+        0, token_ids=[1, 2], stats=[TokenStats(0.0, 0.0, 0.0, 5.0)], boundaries=[Boundary("sentence", 1)],
         phase=Phase.THINKING, num_output_tokens=2, num_thinking_tokens=2,
     )  # fmt: skip
     (seen,) = observer.read(injected)
     assert isinstance(seen, AtBoundary) and math.isnan(seen.margin)
     answer = CompletionOutput(
-        0, token_ids=[3], stats=[NO_MARGIN], boundaries=[Place("sentence", 2)], num_output_tokens=3
+        0, token_ids=[3], stats=[NO_MARGIN], boundaries=[Boundary("sentence", 2)], num_output_tokens=3
     )
     assert observer.read(answer) == []
 

@@ -18,7 +18,7 @@ from thinkfold.cli.evaluation import Question
 from thinkfold.control.facts import read_probe
 from thinkfold.control.probing import answer_part
 from thinkfold.control.replay import Place, Record
-from thinkfold.control.rule import Boundary
+from thinkfold.control.rule import BoundaryKind
 from thinkfold.control.schedule import MAX_PROBE_TOKENS
 from thinkfold.control.trace_confidence import TraceConfidence, window_for
 from thinkfold.engine.async_engine import AsyncEngine
@@ -48,7 +48,7 @@ class Cut:
 
     index: int
     at: int
-    kind: Boundary
+    kind: BoundaryKind
 
 
 def boundaries(language: Language, prompt: PromptState, output: Sequence[int]) -> tuple[list[Cut], list[int]]:
@@ -63,14 +63,14 @@ def boundaries(language: Language, prompt: PromptState, output: Sequence[int]) -
         tracker.push(token_id)
         if tracker.num_thinking_tokens > count:
             thinking.append(token_id)
-        kind = Boundary.SENTENCE if tracker.at_boundary else None
+        kind = BoundaryKind.SENTENCE if tracker.at_boundary else None
         data = vocabulary.token_bytes(token_id)
         if kind and b"\n\n" in before + data:
-            kind = Boundary.PARAGRAPH
+            kind = BoundaryKind.PARAGRAPH
         if kind and vocabulary.text(output[index + 1 : index + 6]).lstrip().startswith(TRANSITIONS):
-            kind = Boundary.TRANSITION
+            kind = BoundaryKind.TRANSITION
         if tracker.phase is Phase.THINKING and token_id in language.family.delimiter_ids:
-            kind = Boundary.SEGMENT
+            kind = BoundaryKind.SEGMENT
         if kind and tracker.phase is Phase.THINKING:
             cuts.append(Cut(index + 1, len(thinking), kind))
         before = data[-1:]

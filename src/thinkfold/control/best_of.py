@@ -9,7 +9,7 @@ from thinkfold.control.ballot import tally
 from thinkfold.control.equality import Equality
 from thinkfold.control.extract import extract
 from thinkfold.control.verifier import with_median
-from thinkfold.control.voting import FIRST_WAVES, CancelTraces, StartTraces, TraceFailed
+from thinkfold.control.voting import CancelTraces, StartTraces, TraceFailed, next_wave
 from thinkfold.types import BestOfParams
 
 GOOD_SCORE = 0.95  # two answers of one class with this end the search for a better one
@@ -131,7 +131,7 @@ class BestOf:
         return [self._start_wave()] if self._started < self.params.n else self._choose("all")
 
     def _start_wave(self) -> StartTraces:
-        count = min(self.params.n - self._started, FIRST_WAVES[0] if self._started < 8 else self._started)
+        count = next_wave(self._started, self.params.n)
         self._live |= set(range(self._started, self._started + count))
         self._started += count
         return StartTraces(count)

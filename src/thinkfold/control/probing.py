@@ -6,14 +6,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from thinkfold.control.rule import AtBoundary, Boundary, Observation, Peeked, Probed, Wrote
+from thinkfold.control.rule import AtBoundary, BoundaryKind, Observation, Peeked, Probed, Wrote
 from thinkfold.text.vocabulary import Vocabulary
 from thinkfold.types import CompletionOutput, Phase, ProbeResult
 
 PROBE_STOPS = ("\n", "}.", "}$")  # an answer ends here; one that ends otherwise is cut afterwards
 WROTE_EVERY = 32
 KEPT_MARGINS = 64  # a boundary is told within a few tokens
-_STRENGTH = {kind: strength for strength, kind in enumerate(Boundary)}
+_STRENGTH = {kind: strength for strength, kind in enumerate(BoundaryKind)}
 
 
 class Observer:
@@ -25,7 +25,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._margins: deque[float] = deque(maxlen=KEPT_MARGINS)
-        self._waiting: dict[int, Boundary] = {}  # by output tokens before it
+        self._waiting: dict[int, BoundaryKind] = {}  # by output tokens before it
         self._text: list[str] = []
         self._ids: list[int] = []
 
@@ -39,7 +39,7 @@ class Observer:
         self._text.append(news.reasoning)
         self._ids += news.token_ids
         for boundary in news.boundaries:
-            kinds = Boundary(boundary.kind), self._waiting.get(boundary.index, Boundary.SENTENCE)
+            kinds = BoundaryKind(boundary.kind), self._waiting.get(boundary.index, BoundaryKind.SENTENCE)
             self._waiting[boundary.index] = max(kinds, key=_STRENGTH.__getitem__)
         found: list[Observation] = []
         if len(self._ids) >= WROTE_EVERY:

@@ -15,7 +15,7 @@ from thinkfold.control.early_stop import EarlyStopping
 from thinkfold.control.equality import Equality
 from thinkfold.control.extract import extract
 from thinkfold.control.facts import read_probe
-from thinkfold.control.rule import Action, AtBoundary, Boundary, EndThinking, Peek, Peeked, Probe, Probed, Wrote
+from thinkfold.control.rule import Action, AtBoundary, BoundaryKind, EndThinking, Peek, Peeked, Probe, Probed, Wrote
 from thinkfold.control.vote_stops import MIN_PROBABILITY, beta_probability
 from thinkfold.control.voting import (
     CancelTraces,
@@ -30,9 +30,6 @@ from thinkfold.control.voting import (
     WindowFilled,
 )
 from thinkfold.types import VoteParams
-
-TICK_TOKENS = 1_024
-WIDE_VOTE, WIDE_TICK_TOKENS = 64, 2_048  # from so many samples on
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,6 @@ class Replayed:
     look_tokens: int
     correct: bool
     rule: str | None = None
-    stopped_at: int | None = None
 
 
 def replay(record: Record, rules: EarlyStopping) -> Replayed:
@@ -96,12 +92,12 @@ def replay(record: Record, rules: EarlyStopping) -> Replayed:
         if written < place.at <= len(record.token_ids):
             waiting += rules.observe(Wrote(place.at, tuple(record.token_ids[written : place.at])))
             written = place.at
-        waiting += rules.observe(AtBoundary(place.at, Boundary(place.kind), place.margin))
+        waiting += rules.observe(AtBoundary(place.at, BoundaryKind(place.kind), place.margin))
         tokens, end = _look(place, rules, waiting)
         looks += tokens
         if end is not None and place.probe is not None:
             used = place.at + looks + record.stop_tokens
-            return Replayed(used, looks, place.correct, end.rule, place.at)
+            return Replayed(used, looks, place.correct, end.rule)
     return Replayed(record.thinking_tokens + looks, looks, record.correct)
 
 
@@ -236,8 +232,7 @@ def replay_vote(records: Sequence[Record], params: VoteParams, tick_tokens: int 
     if len(records) < params.n:
         raise ValueError(f"{len(records)} samples are recorded, the vote takes up to {params.n}")
     voting = Voting(params, in_flight=all(record.probed for record in records[: params.n]))
-    wide = WIDE_TICK_TOKENS if params.n >= WIDE_VOTE else TICK_TOKENS
-    clock = _Clock(records, voting, tick_tokens or wide)
+    clock = _Clock(records, voting, tick_tokens or voting.tick_tokens)
     result = clock.run()
     correct = False
     if result.trace is not None:

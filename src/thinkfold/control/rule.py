@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from thinkfold.control.facts import Facts
 
 
-class Boundary(StrEnum):
+class BoundaryKind(StrEnum):
     """Where the text of thinking may be cut, by what ends there."""
 
     SENTENCE = "sentence"
@@ -34,7 +34,7 @@ class AtBoundary:
     """
 
     thinking_tokens: int
-    kind: Boundary
+    kind: BoundaryKind
     margin: float = math.nan
     text: str = ""
 

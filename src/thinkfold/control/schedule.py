@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from thinkfold.control.facts import Facts
-from thinkfold.control.rule import Action, AtBoundary, Boundary, Observation, Peek, Probe
+from thinkfold.control.rule import Action, AtBoundary, BoundaryKind, Observation, Peek, Probe
 
 MAX_PROBE_TOKENS = 32
 EXPECTED_PROBE_TOKENS = 48  # before the first one came back: forced suffix and answer
@@ -40,12 +40,12 @@ class LookRule:
         if not isinstance(seen, AtBoundary):
             return None
         again = self._was_sure(facts)
-        if self.probes and (again or seen.kind is not Boundary.SENTENCE) and self._probe_is_due(facts, again):
+        if self.probes and (again or seen.kind is not BoundaryKind.SENTENCE) and self._probe_is_due(facts, again):
             return Probe(MAX_PROBE_TOKENS)
-        if seen.kind is Boundary.SENTENCE:
+        if seen.kind is BoundaryKind.SENTENCE:
             return None
         rested = not facts.last_peek or facts.thinking_tokens - facts.last_peek >= self.peek_every
-        return Peek() if self.peeks and rested and seen.kind is not Boundary.TRANSITION else None
+        return Peek() if self.peeks and rested and seen.kind is not BoundaryKind.TRANSITION else None
 
     def _was_sure(self, facts: Facts) -> bool:
         last = facts.probes[-1] if facts.probes else None

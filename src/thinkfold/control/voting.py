@@ -18,7 +18,9 @@ from thinkfold.control.vote_stops import MIN_PROBABILITY, MIN_SHARE, Leaning, is
 from thinkfold.types import VoteParams
 from thinkfold.types.vote import MIN_FILTERED
 
-FIRST_WAVES = (4, 4)  # each later wave doubles what was started
+FIRST_WAVE = 4
+TICK_TOKENS = 1_024  # of thinking, between two rounds of probes
+WIDE_VOTE, WIDE_TICK_TOKENS = 64, 2_048  # from so many samples on
 MIN_FINISHED = 4  # before a vote is settled by probability, and before traces are killed
 KILL_SHARE = 0.10  # of lowest groups of finished traces: a running window below it ends its trace
 SETTLED_WARMUP, SETTLED_TICKS, SETTLED_SHARE = 4, 3, 0.6
@@ -123,6 +125,11 @@ class _Trace:
     probes: list[str | None] = field(default_factory=list)
 
 
+def next_wave(started: int, n: int) -> int:
+    """How many of up to `n` samples start next: four, and then as many as have started."""
+    return min(n - started, max(FIRST_WAVE, started))
+
+
 class Voting:
     """One vote. Call `start` once, then `observe`. With `in_flight` false no probes are used (guard rails)."""
 
@@ -138,6 +145,11 @@ class Voting:
         self._settled_by = ""
         self._cancelled = 0
         self.result: VoteResult | None = None
+
+    @property
+    def tick_tokens(self) -> int:
+        """Thinking tokens of the slowest trace between two rounds of probes."""
+        return WIDE_TICK_TOKENS if self._params.n >= WIDE_VOTE else TICK_TOKENS
 
     @property
     def live(self) -> list[int]:
@@ -197,9 +209,7 @@ class Voting:
 
     def _start_wave(self) -> StartTraces:
         started, n = len(self._traces), self._params.n
-        count = n - started
-        if self._params.mode == "waves":
-            count = min(count, FIRST_WAVES[0] if started < sum(FIRST_WAVES) else started)
+        count = next_wave(started, n) if self._params.mode == "waves" else n - started
         self._traces += [_Trace() for _ in range(count)]
         return StartTraces(count)
 

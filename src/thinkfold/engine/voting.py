@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from thinkfold.control.ballot import VoteClass
 from thinkfold.control.equality import Equality
 from thinkfold.control.facts import read_probe
-from thinkfold.control.replay import TICK_TOKENS, WIDE_TICK_TOKENS, WIDE_VOTE
 from thinkfold.control.rule import Probe, Probed
 from thinkfold.control.schedule import MAX_PROBE_TOKENS
 from thinkfold.control.voting import (
@@ -56,7 +55,7 @@ class _Vote:
     ) -> None:
         self.voting = Voting(params, Equality(steersman.symbolic), in_flight=in_flight and steersman.can_look)
         self._samples, self._params, self._steersman = samples, params, steersman
-        self._tick = tick_tokens or (WIDE_TICK_TOKENS if params.n >= WIDE_VOTE else TICK_TOKENS)
+        self._tick = tick_tokens or self.voting.tick_tokens
         self._next_tick = self._tick
         self._probes: dict[int, str | None] = {}  # the last answer of each sample
         self._windows: dict[int, int] = {}  # output tokens at the last look at a sample's confidence
