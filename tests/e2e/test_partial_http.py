@@ -66,6 +66,11 @@ def test_branches_of_a_handle_and_its_end(client: httpx.Client) -> None:
     assert part(client, handle=grown["choices"][2]["handle"]["id"], until={"max_tokens": 3})
 
 
+def test_a_part_tells_its_cost(client: httpx.Client) -> None:
+    spent = part(client, prompt="Hello", thinkfold={"max_cost": 5.0}, until={"max_tokens": 4})["usage"]["thinkfold"]
+    assert 0 < spent["cost"] < 5.0 and spent["tokens"]["answer"] + spent["tokens"]["thinking"] == 4
+
+
 def test_a_running_response_is_forked(client: httpx.Client) -> None:
     body = {"messages": QUESTION, "temperature": 0, "max_tokens": 200, "stream": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as stream:

@@ -19,7 +19,7 @@ from thinkfold.server.contract import Controllable, Engine
 from thinkfold.server.control import controllable, handle_data
 from thinkfold.server.feed import Feed
 from thinkfold.server.fields import RequestFields, check_model, namespace_of
-from thinkfold.server.reply import Reply, three_costs
+from thinkfold.server.reply import Reply
 from thinkfold.server.serving import Serving, open_serving
 from thinkfold.server.state import ServerState, owned, state_of
 from thinkfold.types import CompletionOutput, RequestOutput, SamplingParams, Until
@@ -68,6 +68,7 @@ async def partial(request: Request) -> dict[str, Any]:
     body.check()
     controls, name = controllable(engine), f"part-{uuid.uuid4().hex}"
     model, namespace = check_model(engine, body.model), owned(request, body.namespace)
+    serving = _serving(request, body)
     if body.handle is not None:
         until = body.until.until() if body.until else None
         outputs = controls.extend(
@@ -80,15 +81,15 @@ async def partial(request: Request) -> dict[str, Any]:
             namespace=namespace,
         )
     else:
-        serving = _serving(request, body)
         outputs = await asyncio.to_thread(_begin, state, engine, controls, body, name, namespace, serving)
-    reply, ends = await _read(request, state, outputs, body.n or 1)
+    reply = Reply(1, body.n or 1, keep_text=True, serving=serving)
+    ends = await _read(request, state, outputs, reply)
     choices = [_choice(reply, news) for _, news in sorted(ends.items())]
     costs = reply.costs()
     usage = {
         "prompt_tokens": costs.prompt_tokens,
         "completion_tokens": costs.thinking_tokens + costs.answer_tokens,
-        "thinkfold": three_costs(costs),
+        "thinkfold": reply.bill(),
     }
     return {"id": name, "object": "thinkfold.partial", "model": model, "choices": choices, "usage": usage}
 
@@ -135,11 +136,11 @@ def _begin(
 
 
 async def _read(
-    request: Request, state: ServerState, outputs: AsyncGenerator[RequestOutput, None], n: int
-) -> tuple[Reply, dict[int, CompletionOutput]]:
-    """The whole reply, and each choice's last news; ends the request if the client goes away."""
-    lease = state.access.lease(request, n)
-    feed, reply, ends = Feed(request, [outputs]), Reply(1, n, keep_text=True), {}
+    request: Request, state: ServerState, outputs: AsyncGenerator[RequestOutput, None], reply: Reply
+) -> dict[int, CompletionOutput]:
+    """Fill the reply; returns each choice's last news. Ends the request if the client goes away."""
+    lease, feed = state.access.lease(request, len(reply.choices)), Feed(request, [outputs])
+    ends: dict[int, CompletionOutput] = {}
     try:
         while not reply.finished:
             item = await feed.next()
@@ -151,7 +152,7 @@ async def _read(
         await feed.close()
     if reply.error is not None:
         raise RequestFailedError(reply.error)
-    return reply, ends
+    return ends
 
 
 def _choice(reply: Reply, last: CompletionOutput) -> dict[str, Any]:
