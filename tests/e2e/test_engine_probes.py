@@ -56,7 +56,7 @@ async def test_case_25_the_main_stream_is_the_same_with_and_without_probes(chang
     try:
         plain, _ = await run(engine, 0)
         probed, found = await run(engine, 12)
-        held = {name: n for name, n in engine.stats().pages_by_class.items() if name not in ("cached",)}
+        held = engine.stats().kv_pages.held
     finally:
         await engine.stop()
     (ours,), (theirs,) = plain.outputs, probed.outputs
@@ -70,4 +70,4 @@ async def test_case_25_the_main_stream_is_the_same_with_and_without_probes(chang
     assert all(len(r.logprobs[0].top) == 20 for r in answered if len(r.token_ids) == 1)
     assert probed.costs.probe_tokens == sum(r.computed_tokens for r in found if not isinstance(r, Exception))
     assert plain.costs.probe_tokens == 0 and probed.costs.thinking_tokens == plain.costs.thinking_tokens
-    assert not any(held.values()), "nothing is held when the response has ended"
+    assert held == 0, "nothing is held when the response has ended"

@@ -75,7 +75,16 @@ class Engine:
     finals: dict[str, int]
 
     def add(
-        self, prompt=OPEN_PROMPT, *, request_id="r", token_of=None, budget=None, thinking=None, service=None, **sampling
+        self,
+        prompt=OPEN_PROMPT,
+        *,
+        request_id="r",
+        token_of=None,
+        budget=None,
+        thinking=None,
+        service=None,
+        until=None,
+        **sampling,
     ):
         """Queue one request as AsyncEngine would resolve it."""
         prompt_ids = ids(prompt) if isinstance(prompt, str) else list(prompt)
@@ -97,6 +106,7 @@ class Engine:
                 max_model_len=4096,
             ),
             service=service or Service(),
+            until=until,
         )
         if token_of is not None:
             self.runner.scripts[request_id] = (token_of, len(prompt_ids))

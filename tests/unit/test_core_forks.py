@@ -2,13 +2,11 @@
 
 import pytest
 from scripted import CLOSE, EOS, ids, language, make_engine, script
-from test_core_orders import DEPTHS, NO_LIMIT, ask, started
+from test_core_orders import DEPTHS, NO_LIMIT, WORDS, ask, started
 
 from thinkfold.engine.commands import Drop, Extend, Fork, Hash, Inject, Pause, Probe, Resume, Rollback
 from thinkfold.errors import NotFoundError, ParameterError
 from thinkfold.types import FinishReason, Until
-
-HELD = ("prompt", "thinking", "answer", "summary")
 
 
 def extend(engine, handle, name, until=None, **more):
@@ -22,7 +20,7 @@ def extend(engine, handle, name, until=None, **more):
 
 
 def held(engine):
-    return sum(n for name, n in engine.core.stats().pages_by_class.items() if name in HELD)
+    return engine.core.stats().kv_pages.held
 
 
 @DEPTHS
@@ -112,6 +110,22 @@ def test_a_part_ends_at_its_boundary_and_the_next_one_goes_on(depth, until, text
     assert tokens == plain.one().token_ids
     assert (reasoning, answer) == (plain.one().reasoning, plain.one().text), "held text comes with the next part"
     assert engine.core.stats().handles == part + 1
+
+
+@pytest.mark.parametrize(("num_pages", "part"), [(10, 7), (14, 15), (20, 27)])
+def test_a_part_that_is_swapped_out_with_its_last_token_in_flight_still_has_its_handle(num_pages, part):
+    engine = make_engine(depth=1, num_pages=num_pages, host_pages=64, caching=False)
+    for seed, text in ((1, "x " * 60), (0, WORDS)):
+        name = str(seed)
+        engine.runner.by_seed[seed] = name
+        until = Until(max_tokens=part) if seed == 0 else None
+        engine.add(request_id=name, seed=seed, until=until, token_of=script(text + CLOSE + EOS), thinking=NO_LIMIT)
+    engine.run()
+    first = engine.one("0")
+    assert engine.core.stats().pressure["swap"] and first.finish_reason is FinishReason.BOUNDARY
+    second = extend(engine, first.handle, "second", Until(max_tokens=3)).outputs[0]
+    assert first.token_ids + second.token_ids == ids(WORDS)[: part + 3]
+    assert engine.core.scheduler.kv.host_usage() == 0
 
 
 @DEPTHS
@@ -204,7 +218,9 @@ def test_a_handle_gives_way_and_comes_back(depth, host_pages):
     engine.add(request_id="other", token_of=script("x " * 60 + CLOSE + EOS), thinking=NO_LIMIT, seed=1)
     engine.runner.by_seed[1] = "other"
     engine.run()
-    assert engine.core.stats().pressure["swap_parked" if host_pages else "forget_parked"] == 1
+    stats = engine.core.stats()
+    assert stats.pressure["swap_parked" if host_pages else "forget_parked"] == 1
+    assert stats.swaps == bool(host_pages), "what was parked counts, too"
     assert extend(engine, handle, "child").outputs[0].token_ids == plain[handle.position :]
 
 

@@ -39,7 +39,7 @@ def started(depth, tokens, *, n=1, token_of=None, **options):
 def test_a_paused_request_holds_its_pages_and_loses_nothing(depth):
     plain = started(depth, 5).run().one().token_ids
     engine = started(depth, 5)
-    held = sum(engine.core.stats().pages_by_class.values())
+    held = engine.core.stats().kv_pages.held
     ask(engine, Pause)
     engine.step()
     told = engine.one().num_output_tokens
@@ -48,7 +48,7 @@ def test_a_paused_request_holds_its_pages_and_loses_nothing(depth):
     for _ in range(3):
         engine.step()
     assert engine.runner.launched == launched and engine.one().num_output_tokens == told
-    assert sum(engine.core.stats().pages_by_class.values()) == held
+    assert engine.core.stats().kv_pages.held == held > 0
     with pytest.raises(ConflictError, match="paused"):
         ask(engine, Pause)
     ask(engine, Resume)
@@ -107,6 +107,8 @@ def test_a_paused_request_gives_way_before_a_running_one(depth, host_pages):
     ask(engine, Resume)
     engine.run()
     assert engine.one().token_ids == plain
+    moved = sum(output.costs.swapped_bytes for output in engine.outputs.values())
+    assert engine.core.stats().swapped_bytes == moved and (moved > 0) == bool(host_pages)
 
 
 @DEPTHS
@@ -300,7 +302,7 @@ def test_case_25_a_probe_leaves_nothing_behind(depth):
         == engine.core.stats().probe_tokens
     )
     assert costs.thinking_tokens == plain.outputs["r"].costs.thinking_tokens
-    assert held and not any(n for name, n in engine.core.stats().pages_by_class.items() if name != "cached")
+    assert held and engine.core.stats().kv_pages.held == 0
 
 
 @DEPTHS

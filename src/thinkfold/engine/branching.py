@@ -70,6 +70,12 @@ class Branching:
         self._bring(branch)
         return self._core.handles.keep(running, branch, self._core.next_order(), at)
 
+    def keep_end(self, running: Running, branch: Branch) -> Handle:
+        """The handle of a part that has ended. One that left the device with its last token in flight is forgotten."""
+        if branch.table.swapped:
+            self._core.scheduler.parking.forget(branch)
+        return self.keep(running, branch)
+
     def rollback(self, running: Running, branch: Branch, at: int) -> int:
         """Let a branch with nothing in flight go on from its state after `at` output tokens, which it returns."""
         core, kv = self._core, self._core.scheduler.kv
@@ -111,7 +117,7 @@ class Branching:
     def _branch(self, kept: Kept, request: EngineRequest, index: int) -> tuple[Branch, PartControl]:
         source, control = kept.branch, kept.control.fork(index, request.until)
         branch = Branch(request, index, self._core.next_order(), control, list(source.token_ids))
-        branch.stream = (source.stream or 0) + index
+        branch.stream = source.random_stream + index
         branch.lineage = source.lineage
         share(self._core.scheduler.kv, source, branch, len(source.token_ids), redo=True)
         if source.folding is not None:

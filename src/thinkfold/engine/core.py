@@ -306,7 +306,7 @@ class EngineCore:
             except Exception as error:
                 running.error = running.error or f"choice {branch.index}: {type(error).__name__}: {error}"
         elif branch.steering.finish_reason is FinishReason.BOUNDARY:
-            running.handles[branch.index] = self.orders.branching.keep(running, branch)
+            running.handles[branch.index] = self.orders.branching.keep_end(running, branch)
         self.touch(running)
         self._urgent = True
         self.discard(running, branch)

@@ -9,6 +9,7 @@ from thinkfold.scheduler.scheduler import Scheduler
 
 def counters(scheduler: Scheduler) -> dict[str, Any]:
     """Fields of EngineStats."""
+    pressure = scheduler.pressure
     return {
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
@@ -16,8 +17,8 @@ def counters(scheduler: Scheduler) -> dict[str, Any]:
         "host_pages": scheduler.kv.host_pages,
         "host_pages_used": scheduler.kv.host_usage(),
         "preemptions": scheduler.num_preemptions,
-        "pressure": {**scheduler.pressure, "pin": scheduler.kv.prefixes.pins.revoked},
-        "swaps": scheduler.pressure["swap"] + scheduler.folds.totals["offloads"],
+        "pressure": {**pressure, "pin": scheduler.kv.prefixes.pins.revoked},
+        "swaps": pressure["swap"] + pressure["swap_parked"] + scheduler.folds.totals["offloads"],
         "folds": scheduler.folds.totals["folds"],
         "folds_refused": scheduler.folds.totals["refused"],
         "folded_tokens": scheduler.folds.totals["folded_tokens"],

@@ -55,7 +55,7 @@ class Handles:
         position = position_of(branch, at)
         control = self.control_at(running, branch, position)
         kept = Branch(branch.request, branch.index, order, control, branch.token_ids[:position])
-        kept.stream = branch.index if branch.stream is None else branch.stream
+        kept.stream = branch.random_stream
         share(self._scheduler.kv, branch, kept, position, redo=False)
         holds = None
         if branch.folding is not None:
@@ -133,7 +133,7 @@ def state_hash(branch: Branch) -> str:
     """SHA-256 of all that decides how a branch goes on: its tokens, folds, parameters and random numbers."""
     request = branch.request
     folded = branch.folding.folded if branch.folding is not None else []
-    stream = branch.index if branch.stream is None else branch.stream
-    parameters = [asdict(replace(request.sampling, n=1)), asdict(request.thinking), asdict(request.fold), stream]
+    policies = [asdict(request.thinking), asdict(request.fold)]
+    parameters = [asdict(replace(request.sampling, n=1)), *policies, branch.random_stream]
     text = repr((branch.num_prompt_tokens, branch.token_ids, folded, parameters))
     return hashlib.sha256(text.encode()).hexdigest()

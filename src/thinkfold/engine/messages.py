@@ -54,8 +54,8 @@ class EngineStats:
     """Counters since start and gauges of now. Pages by class name.
 
     `pressure` counts how often each rung of the pressure ladder was taken, by its name; `swaps`
-    counts moves of a branch's or an answer's thinking KV to host memory; `kv_byte_seconds` and the
-    tokens grow when a request ends, `generated_tokens` with every step.
+    counts moves of a branch, parked or not, or of an answer's thinking KV to host memory; `swapped_bytes`,
+    `kv_byte_seconds` and the tokens grow when a request ends, `generated_tokens` with every step.
     """
 
     running: int = 0
@@ -98,6 +98,7 @@ class EngineStats:
         self.thinking_tokens += costs.thinking_tokens
         self.answer_tokens += costs.answer_tokens
         self.recomputed_tokens += costs.recomputed_tokens
+        self.swapped_bytes += costs.swapped_bytes
         self.kv_byte_seconds += costs.kv_byte_seconds
 
     @property

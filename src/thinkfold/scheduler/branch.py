@@ -74,12 +74,17 @@ class Branch:
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     lineage: frozenset[str] = frozenset()  # handles whose state it shares
-    stream: int | None = None  # of random numbers; None is the choice's own
+    stream: int | None = None  # see `random_stream`; None is the choice's own
     children: list[Branch] = field(default_factory=list)  # forked when the prompt is computed
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def random_stream(self) -> int:
+        """Which of its seed's streams of random numbers the branch draws from."""
+        return self.index if self.stream is None else self.stream
 
     @property
     def num_remaining(self) -> int:

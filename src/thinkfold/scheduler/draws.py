@@ -33,7 +33,7 @@ def sample_row(branch: Branch) -> SampleRow:
         slot=branch.slot,
         params=sampling,
         seed=sampling.seed or 0,
-        branch=branch.index if branch.stream is None else branch.stream,
+        branch=branch.random_stream,
         position=position,
         ban_eos=branch.ban_eos,
         allowed=branch.allowed,
