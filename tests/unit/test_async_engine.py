@@ -208,7 +208,7 @@ async def test_a_request_id_is_free_again_only_when_the_core_has_told_the_end(en
     with pytest.raises(ParameterError, match="request_id"):
         await anext(engine.generate(PROMPT, GREEDY, BUDGET, request_id="same"))
     gate.open.set()
-    await until(lambda: not engine._branches)
+    await until(lambda: not engine._readers)
     outputs = [output async for output in engine.generate(PROMPT, GREEDY, BUDGET, request_id="same")]
     assert outputs[-1].outputs[0].finish_reason is FinishReason.STOP
 
@@ -222,8 +222,7 @@ async def test_a_generator_closed_before_its_first_item_leaves_nothing(engine, g
     first.cancel()
     gate.open.set()
     await until(lambda: engine.stats().requests_by_reason == {"abort": 1})
-    assert not engine._branches
-    assert not engine._streams
+    assert not engine._readers
 
 
 async def test_stop_ends_running_streams_once_and_may_be_called_again(engine):
@@ -356,7 +355,7 @@ async def test_folds_that_cannot_be_had_are_refused_before_the_engine(engine, as
     with pytest.raises(ParameterError) as caught:
         await collect(engine, PROMPT, GREEDY, BUDGET, FoldParams(**asked))
     assert caught.value.field == field
-    assert engine.stats().steps == 0 and not engine._branches
+    assert engine.stats().steps == 0 and not engine._readers
 
 
 @pytest.mark.parametrize("config", [{"fold_selector": "nothing"}, {"fold_at_answer": "swap"}])

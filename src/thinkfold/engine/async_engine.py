@@ -17,14 +17,14 @@ from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.build import build_core
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
-from thinkfold.engine.commands import Extend, Order
+from thinkfold.engine.commands import Answer, Extend, Order
 from thinkfold.engine.controls import Controls
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
 from thinkfold.engine.samples import Question, Samples
 from thinkfold.engine.steering import Steersman
-from thinkfold.engine.stream import OutputStream
+from thinkfold.engine.stream import Readers
 from thinkfold.engine.voting import run_vote
 from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, QueueFullError, ThinkfoldError
 from thinkfold.fold import selectors
@@ -76,9 +76,7 @@ class AsyncEngine(Controls):
         self._failure: Exception | None = None  # why loading failed, when it was the user's parameter
         self._watch: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()  # set when the engine will not answer again
-        self._streams: dict[str, OutputStream] = {}
-        self._branches: dict[str, int] = {}
-        self._owners: dict[str, tuple[str, ...]] = {}  # namespaces of requests whose stream is open
+        self._readers = Readers(self._let_go)
         self._stats = EngineStats()
         self._last_event = time.monotonic()
         self._ids = itertools.count()
@@ -203,7 +201,9 @@ class AsyncEngine(Controls):
             seed=seed,
             arrival_time=time.monotonic(),
         )
-        outputs = self._follow(name, n, namespace, lambda: self._ask(order))
+        outputs = self._follow(
+            name, n, namespace, lambda: self._ask(order, lambda answer: self._unheard_start(name, answer))
+        )
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -215,28 +215,26 @@ class AsyncEngine(Controls):
         self, name: str, n: int, namespace: tuple[str, ...], start: Callable[[], Awaitable[None]]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Start a request and yield its outputs; whoever stops listening aborts it."""
-        if name in self._branches:  # until the core has told its end
-            raise ParameterError("request_id", f"{name!r} is running already")
-        stream = self._streams[name] = OutputStream()
-        self._branches[name] = n
-        self._owners[name] = namespace
-        finished = started = False
+        stream = self._readers.add(name, n, namespace)
         try:
-            await start()
-            started = True
-            while not finished:
+            try:
+                await start()
+            except ThinkfoldError:
+                self._readers.forget(name)  # refused: there is nothing to abort
+                raise
+            while True:
                 output = await stream.get()
-                finished = output.finished
                 yield output
-        except ThinkfoldError:
-            finished = finished or not started  # refused: there is nothing to abort
-            raise
+                if output.finished:
+                    return
         finally:
-            del self._streams[name], self._owners[name]
-            if not finished and self._dead is None:
+            if self._readers.leave(name, stream):
                 self._send(Abort(name))
-            else:
-                self._branches.pop(name, None)
+
+    def _unheard_start(self, name: str, answer: Answer) -> None:
+        """Whoever wanted to start the request has given up meanwhile; one that was refused tells no end."""
+        if answer.error is not None:
+            self._readers.forget(name)
 
     async def _with_grammar(self, request: EngineRequest, grammar: Grammar) -> EngineRequest:
         if self._grammars is None:
@@ -251,12 +249,12 @@ class AsyncEngine(Controls):
 
     def check_owner(self, request_id: str, namespace: tuple[str, ...]) -> None:
         """Raise NotFoundError unless the request runs and was started with that namespace."""
-        if self._owners.get(request_id) != namespace:
+        if self._readers.namespace(request_id) != namespace:
             raise NotFoundError(f"there is no running response {request_id!r:.100}")
 
     async def abort(self, request_id: str) -> None:
         """End a running request; its stream gets a final output. Unknown ids are ignored."""
-        if request_id in self._streams:
+        if self._readers.namespace(request_id) is not None:
             self._send(Abort(request_id))
 
     def health(self) -> Health:
@@ -266,7 +264,7 @@ class AsyncEngine(Controls):
         if self._model is None:
             return Health(alive=True, ready=False, reason="loading the model")
         silent = time.monotonic() - self._last_event
-        if self._branches and silent > self.config.stall_timeout_s:
+        if self._readers and silent > self.config.stall_timeout_s:
             return Health(alive=True, ready=False, reason=f"no step has finished for {silent:.0f} s")
         return Health(alive=True, ready=True)
 
@@ -290,7 +288,7 @@ class AsyncEngine(Controls):
         limit = self.config.watchdog_s
         while self._dead is None:
             await asyncio.sleep(min(1.0, limit / 4))
-            if self._branches and time.monotonic() - self._last_event > limit:
+            if self._readers and time.monotonic() - self._last_event > limit:
                 self._die(f"no step has finished for {limit:.0f} s")
 
     def _accept(
@@ -337,14 +335,14 @@ class AsyncEngine(Controls):
         return f"req-{next(self._ids)}-{secrets.token_hex(4)}"
 
     def _check_queue(self, branches: int) -> None:
-        unfinished = sum(self._branches.values())
+        unfinished = self._readers.choices
         if unfinished and unfinished + branches > self.config.max_num_seqs + self.config.max_waiting:
             raise QueueFullError(retry_after=min(60.0, 1.0 + unfinished / self.config.max_num_seqs))
 
     def _send(self, command: EngineRequest | Abort | Order) -> None:
         if self._client is None or self._dead is not None:
             raise EngineDeadError(self._dead or "the engine is not started")
-        if isinstance(command, EngineRequest) and len(self._branches) == 1:
+        if isinstance(command, EngineRequest) and len(self._readers) == 1:
             self._last_event = time.monotonic()  # silence counts from the first command after idling
         self._client.send(command)
 
@@ -367,20 +365,14 @@ class AsyncEngine(Controls):
         else:
             self._stats = event.stats
             for output in event.outputs:
-                if output.finished:
-                    self._branches.pop(output.request_id, None)
-                stream = self._streams.get(output.request_id)
-                if stream is not None:
-                    stream.put(output)
+                self._readers.deliver(output)
             self._hear(event.answers)
 
     def _die(self, reason: str) -> None:
         if self._dead is None:
             self._dead = reason or "the engine was stopped"
-            for stream in self._streams.values():
-                stream.fail(EngineDeadError(self._dead))
+            self._readers.fail(EngineDeadError(self._dead))
             self._fail_calls(EngineDeadError(self._dead))
-            self._branches.clear()
         self.ended.set()
         self._ready.set()
 

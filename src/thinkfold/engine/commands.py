@@ -103,9 +103,9 @@ class Extend(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop(Order):
-    """Forget a handle; `request_id` is its name."""
+    """Forget a handle; `request_id` is its name. `namespace` None: whoever's it is."""
 
-    namespace: tuple[str, ...]
+    namespace: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

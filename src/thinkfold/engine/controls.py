@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from thinkfold.engine.commands import (
@@ -27,9 +28,15 @@ from thinkfold.engine.commands import (
     Unpin,
 )
 from thinkfold.engine.messages import ModelInfo
-from thinkfold.errors import ParameterError
+from thinkfold.errors import EngineDeadError, ParameterError
 from thinkfold.types import MAX_LOGPROBS, Handle, PinnedPrefix, ProbeResult, SamplingParams, ThinkingEndReason
 from thinkfold.types.checks import integer
+
+Unheard = Callable[[Answer], None]
+
+
+def _ignore(answer: Answer) -> None:
+    """Nothing was made that somebody would have to take away."""
 
 
 class Controls(ABC):
@@ -39,7 +46,7 @@ class Controls(ABC):
     """
 
     def __init__(self) -> None:
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, tuple[asyncio.Future[Answer], Unheard]] = {}  # whose answers are still to come
         self._numbers = itertools.count()
 
     @property
@@ -123,7 +130,7 @@ class Controls(ABC):
         Good are positions whose KV is raw and the border behind a folded span; for others PositionError names the
         nearest. While it lives, what it shares is not folded. Raises ParameterError, ConflictError.
         """
-        return await self._ask(Fork(call=self._next(), request_id=request_id, choice=choice, at=at))
+        return await self._ask(Fork(call=self._next(), request_id=request_id, choice=choice, at=at), self._unheard_fork)
 
     async def rollback(self, request_id: str, at: int, choice: int | None = None) -> int:
         """Go back to the state after `at` output tokens; the next output starts again. Raises like `fork`."""
@@ -174,30 +181,45 @@ class Controls(ABC):
         """Let go of an owner's pin. Raises NotFoundError."""
         await self._ask(Unpin(call=self._next(), request_id=name, owner=owner))
 
-    async def _ask(self, order: Order) -> Any:
-        future = self._calls[order.call] = asyncio.get_running_loop().create_future()
+    async def _ask(self, order: Order, unheard: Unheard = _ignore) -> Any:
+        """The order's value; raises its error. `unheard` gets the answer if the caller has given up meanwhile."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._send(order)
+        self._calls[order.call] = future, unheard
         try:
-            self._send(order)
-            return await future
-        finally:
-            self._calls.pop(order.call, None)
+            answer = await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                unheard(future.result())  # it has come in the same moment
+            raise
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
 
     def _hear(self, answers: Iterable[Answer]) -> None:
         """Answers have come from the core."""
         for answer in answers:
-            future = self._calls.get(answer.call)
-            if future is None or future.done():
-                continue
-            if answer.error is not None:
-                future.set_exception(answer.error)
-            else:
-                future.set_result(answer.value)
+            future, unheard = self._calls.pop(answer.call, (None, _ignore))
+            if future is not None and future.cancelled():
+                unheard(answer)
+            elif future is not None:
+                future.set_result(answer)
+
+    def _unheard_fork(self, answer: Answer) -> None:
+        if answer.error is None:
+            self._let_go(answer.value)
+
+    def _let_go(self, handle: Handle) -> None:
+        """Nobody has heard of the handle, and nobody will."""
+        with contextlib.suppress(EngineDeadError):
+            self._send(Drop(call=self._next(), request_id=handle.id))
 
     def _fail_calls(self, error: Exception) -> None:
         """No answer will come any more."""
-        for future in self._calls.values():
+        for future, _ in self._calls.values():
             if not future.done():
                 future.set_exception(error)
+        self._calls.clear()
 
     def _checked(self, token_ids: Sequence[int], *, empty: bool = False) -> tuple[int, ...]:
         size = self.model.vocab_size

@@ -160,9 +160,11 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a request now and return its memory; unknown ids are ignored."""
         running = self._requests.get(request_id)
-        if running is not None:
-            for branch in running.branches:
-                self.end(running, branch, FinishReason.ABORT)
+        if running is None:
+            self.orders.withdraw(request_id)  # it may be about to begin
+            return
+        for branch in running.branches:
+            self.end(running, branch, FinishReason.ABORT)
 
     def find(self, request_id: str) -> Running:
         """A request that has not ended. Raises NotFoundError."""

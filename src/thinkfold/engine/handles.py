@@ -73,29 +73,30 @@ class Handles:
         self._hold()
         return handle
 
-    def use(self, name: str, namespace: tuple[str, ...]) -> Kept:
-        """A handle of that namespace, which lives on. Raises NotFoundError."""
+    def use(self, name: str, namespace: tuple[str, ...] | None) -> Kept:
+        """A handle of that namespace (None: of any), which lives on. Raises NotFoundError."""
         kept = self._kept.get(name)
-        if kept is None or kept.branch.request.namespace != namespace:
+        if kept is None or namespace not in (None, kept.branch.request.namespace):
             raise NotFoundError(f"there is no handle {name!r:.100}")
         kept.expires = self._clock() + self._ttl_s
         self._kept[name] = self._kept.pop(name)
         return kept
 
-    def drop(self, name: str, namespace: tuple[str, ...]) -> None:
+    def drop(self, name: str, namespace: tuple[str, ...] | None) -> None:
         """Forget a handle; branches that share its state go on. Raises NotFoundError."""
         self.use(name, namespace)
         self._drop(name)
         self._hold()
 
-    def expire(self) -> None:
-        """Forget what nobody has used for its time to live."""
+    def expire(self) -> bool:
+        """Forget what nobody has used for its time to live; whether there was any."""
         now = self._clock()
         late = [name for name, kept in self._kept.items() if kept.expires <= now]
         for name in late:
             self._drop(name)
         if late:
             self._hold()
+        return bool(late)
 
     def control_at(self, running: Running, branch: Branch, position: int, *, told: bool = True) -> PartControl:
         """What the branch's control was after `position` tokens; see `PartControl.replay`."""

@@ -70,9 +70,8 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
                 core.orders.give(command)
             else:
                 core.add(command)
-        core.handles.expire()
-        core.prefixes.expire()
-        if core.has_work or commands or core.prefixes.answered:
+        expired = core.handles.expire() | core.prefixes.expire()
+        if expired or core.has_work or commands or core.prefixes.answered:
             core.advance()
             now = time.monotonic()
             answers = core.orders.take()

@@ -199,7 +199,10 @@ class Orders:
     def close(self, running: Running) -> None:
         """The request has ended: what still waits for it will not be done."""
         self.probes.close(running)
-        request_id = running.request.request_id
+        self.withdraw(running.request.request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """Nothing that waits for the request will be done."""
         gone = [order for order in self._waiting if order.request_id == request_id]
         self._waiting = [order for order in self._waiting if order.request_id != request_id]
         self._answers += [Answer(o.call, error=NotFoundError(f"{request_id!r} has ended")) for o in gone]

@@ -76,14 +76,15 @@ class Prefixes:
             )
             self._answers.append(Answer(order.call, result))
 
-    def expire(self) -> None:
-        """Let go of pins whose time is over, and of what has waited as long for an idle step."""
+    def expire(self) -> bool:
+        """Let go of pins whose time is over, and of what has waited as long for an idle step; whether a pin went."""
         now = self._clock()
-        self._pins.expire(now)
+        late = self._pins.expire(now)
         for prefix in self._ahead:
             if prefix.idle and self._asked[id(prefix)].deadline <= now:
                 self._ahead.drop(prefix, "no step was idle in time")
         self.sweep()
+        return late
 
     def pinned(self, owner: str) -> list[PinnedPrefix]:
         """What is pinned for an owner now, oldest first."""

@@ -75,11 +75,12 @@ class PinBoard:
                 self._pool.pin(page, False)
                 self._radix.note_idle(page)
 
-    def expire(self, now: float) -> None:
-        """Let go of the pins whose time is over."""
-        for pin in self:
-            if pin.expires <= now:
-                self.drop(pin)
+    def expire(self, now: float) -> bool:
+        """Let go of the pins whose time is over; whether there were any."""
+        late = [pin for pin in self if pin.expires <= now]
+        for pin in late:
+            self.drop(pin)
+        return bool(late)
 
     def revoke(self, idle: int) -> None:
         """Memory is short: let pins go, weak ones first, until the tree has `idle` pages to evict or no pin is left."""

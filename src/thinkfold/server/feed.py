@@ -46,17 +46,18 @@ class Feed:
                 return index, output
         raise RequestFailedError("the engine sent no final message")
 
-    async def close(self) -> None:
-        """Close all iterators, which aborts what is not finished."""
+    async def close(self) -> list[RequestOutput]:
+        """Close all iterators, which aborts what is not finished; returns outputs that nobody has taken."""
         tasks = [*self._tasks, self._gone]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        left = await asyncio.gather(*tasks, return_exceptions=True)
         for iterator in self._iterators:
             aclose = getattr(iterator, "aclose", None)
             if aclose is not None:
                 with contextlib.suppress(Exception):  # an error of the request itself was already reported
                     await aclose()
+        return [output for output in left if isinstance(output, RequestOutput)]
 
 
 async def _following(iterator: AsyncIterator[RequestOutput]) -> RequestOutput | None:

@@ -7,13 +7,14 @@ their request: to anybody else they are not there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 
-from thinkfold.errors import ParameterError, RequestFailedError
+from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
 from thinkfold.server.body import StrictModel, read_body
 from thinkfold.server.contract import Controllable, Engine
 from thinkfold.server.control import controllable, handle_data
@@ -83,7 +84,7 @@ async def partial(request: Request) -> dict[str, Any]:
     else:
         outputs = await asyncio.to_thread(_begin, state, engine, controls, body, name, namespace, serving)
     reply = Reply(1, body.n or 1, keep_text=True, serving=serving)
-    ends = await _read(request, state, outputs, reply)
+    ends = await _read(request, outputs, reply, lambda handle: controls.drop(handle, namespace))
     choices = [_choice(reply, news) for _, news in sorted(ends.items())]
     costs = reply.costs()
     usage = {
@@ -136,10 +137,10 @@ def _begin(
 
 
 async def _read(
-    request: Request, state: ServerState, outputs: AsyncGenerator[RequestOutput, None], reply: Reply
+    request: Request, outputs: AsyncGenerator[RequestOutput, None], reply: Reply, drop: Callable[[str], Awaitable[None]]
 ) -> dict[int, CompletionOutput]:
-    """Fill the reply; returns each choice's last news. Ends the request if the client goes away."""
-    lease, feed = state.access.lease(request, len(reply.choices)), Feed(request, [outputs])
+    """Fill the reply; returns each choice's last news. A client that goes away leaves neither request nor handles."""
+    lease, feed = state_of(request).access.lease(request, len(reply.choices)), Feed(request, [outputs])
     ends: dict[int, CompletionOutput] = {}
     try:
         while not reply.finished:
@@ -149,7 +150,12 @@ async def _read(
                 ends |= {news.index: news for _, news in reply.add(*item)}
     finally:
         lease.close()
-        await feed.close()
+        left = await feed.close()
+        if not reply.finished or reply.error is not None:
+            told = [*ends.values(), *(news for output in left for news in output.outputs)]
+            for handle in [news.handle for news in told if news.handle is not None]:
+                with contextlib.suppress(ThinkfoldError):  # its time may be over
+                    await drop(handle.id)
     if reply.error is not None:
         raise RequestFailedError(reply.error)
     return ends
