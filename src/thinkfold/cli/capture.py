@@ -38,9 +38,16 @@ class Tape:
         self._queries.append(query[0])
         self._keys.append(key[0])
         self._values.append(value[0])
-        count, group = query.shape[2], query.shape[1] // key.shape[1]
+        group = query.shape[1] // key.shape[1]
+        window = getattr(module, "sliding_window", None)
+        if self.memory is None and not window:
+            out = scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self._scale, enable_gqa=group > 1
+            )
+            return out.transpose(1, 2), None
+        count = query.shape[2]
         bias = torch.full((count, count), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
-        if window := getattr(module, "sliding_window", None):
+        if window:
             bias = bias + torch.full_like(bias, -torch.inf).tril(-window)
         bias = bias.expand(query.shape[1], -1, -1)
         if self.memory is not None:
