@@ -14,7 +14,7 @@ from torch import Tensor
 JUDGED = (  # BSD: networkx, torch, sympy, numpy, mpmath; MPL-2.0: hypothesis; Apache-2.0: transformers; MIT: pydantic
     "networkx/algorithms/d_separation.py",
     "torch/distributed/fsdp/fully_sharded_data_parallel.py",
-    "hypothesis/internal/conjecture/shrinker.py",
+    "hypothesis/strategies/_internal/core.py",
     "sympy/crypto/crypto.py",
     "numpy/lib/_function_base_impl.py",
     "transformers/generation/logits_process.py",
@@ -27,7 +27,7 @@ CALIBRATION = (  # BSD
     "sympy/solvers/ode/ode.py",
     "torch/nn/modules/module.py",
     "numpy/linalg/_linalg.py",
-    "jinja2/environment.py",
+    "numpy/ma/core.py",
 )
 
 
