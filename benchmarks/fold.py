@@ -119,7 +119,7 @@ class Reader:
     def read(self, trace: Trace, ends: Sequence[int], answer_start: int | None, arm: Arm | None) -> Reading:
         """One reading; None keeps everything. `ends` and `answer_start` as `cuts` gives them."""
         ids, prompt = torch.tensor(trace.prompt + trace.output), len(trace.prompt)
-        memory, last = self._memory(len(ids)), len(ids) - 1
+        memory, last = self.memory(len(ids)), len(ids) - 1
         planner = arm.planner(self.profile, prompt) if arm else None
         position, peak, total = 0, 0.0, 0.0
         logprobs: list[Tensor] = []
@@ -133,21 +133,23 @@ class Reader:
                 self._fold(planner, memory, position, prepared, errors, arm, [prompt + end for end in known])
                 coming = [prompt + e for e in (*ends, answer_start or last) if prompt + e > position]
                 stop = min(last, *coming, planner.next_event(position) or last)
-            logprobs.append(self._forward(memory, ids, position, stop)[max(0, prompt - 1 - position) :])
+            logprobs.append(self.forward(memory, ids, position, stop)[max(0, prompt - 1 - position) :])
             held = float(memory.raw[prompt:stop].sum()) + memory.summary_entries
             grown = max(0, stop - max(position, prompt))
             peak, total = max(peak, held), total + grown * (held - (grown - 1) / 2)
             position = stop
         return Reading(torch.cat(logprobs), peak, total / max(1, last - prompt), errors)
 
-    def _memory(self, tokens: int) -> Memory:
+    def memory(self, tokens: int) -> Memory:
+        """Room for so many tokens, none of them read."""
         config = self.model.config
         shape = (config.num_hidden_layers, config.num_key_value_heads)
         group, dim = config.num_attention_heads // shape[1], config.head_dim
         keys, values = torch.zeros(2, *shape, tokens, dim)
         return Memory(keys, values, torch.zeros(*shape, group, tokens, dim), torch.ones(tokens, dtype=torch.bool))
 
-    def _forward(self, memory: Memory, ids: Tensor, start: int, stop: int) -> Tensor:
+    def forward(self, memory: Memory, ids: Tensor, start: int, stop: int, *, keep: bool = True) -> Tensor:
+        """Log-probabilities `[stop - start, vocabulary]` behind tokens that see what `memory` holds; `keep` theirs."""
         past = memory.held(start)
         used = past.bias.isfinite().any(1)  # per layer: columns that some head uses
         parts = zip(past.keys, past.values, past.bias, used, strict=True)
@@ -155,8 +157,9 @@ class Reader:
         positions = torch.arange(start, stop)[None]
         logits = self.model(ids[None, start:stop], position_ids=positions, use_cache=False).logits[0]
         record = self.tape.take()
-        memory.keys[:, :, start:stop], memory.values[:, :, start:stop] = record.keys, record.values
-        memory.queries[:, :, :, start:stop] = record.queries
+        if keep:
+            memory.keys[:, :, start:stop], memory.values[:, :, start:stop] = record.keys, record.values
+            memory.queries[:, :, :, start:stop] = record.queries
         return logits.log_softmax(-1)
 
     def _fold(
@@ -183,21 +186,22 @@ class Reader:
             memory.raw[raw] = False
             planner.remove(span)
         while (span := planner.to_prepare(position)) is not None:
-            counts = self.budgets.counts(arm.entries, span.tokens, PAGE_SIZE)
-            chosen_by, judged_by = judges(memory, span, position, planner.num_prompt_tokens, self._inv_freq)
-            inside = range(span.start, span.end + PAGE_SIZE)  # a segment ends within a page behind its span
-            chosen_by = replace(chosen_by, ends=tuple(end - span.start for end in ends if end in inside))
-            budget = torch.tensor(counts).view(memory.keys.shape[:2])
-            options = self.budgets.options(arm.selector)
-            if arm.selector == OWN:
-                options |= self.options
-            summary = selectors.create(arm.selector, **options).select(chosen_by, budget)
+            summary, judged_by = self.summarise(memory, span, position, planner.num_prompt_tokens, arm, ends)
             prepared.append((span, summary, float(gate.estimate(judged_by, summary))))
             planner.prepare(span, position)
 
-    @property
-    def _inv_freq(self) -> Tensor:
-        return self.model.base_model.rotary_emb.inv_freq
+    def summarise(
+        self, memory: Memory, span: Span, now: int, prompt: int, arm: Arm, ends: Sequence[int]
+    ) -> tuple[Summary, Segments]:
+        """A span's summary as the engine makes it before position `now`, and what the gate judges it by."""
+        inv_freq = self.model.base_model.rotary_emb.inv_freq
+        chosen_by, judged_by = judges(memory, span, now, prompt, inv_freq)
+        inside = range(span.start, span.end + PAGE_SIZE)  # a segment ends within a page behind its span
+        chosen_by = replace(chosen_by, ends=tuple(end - span.start for end in ends if end in inside))
+        counts = self.budgets.counts(arm.entries, span.tokens, PAGE_SIZE)
+        options = self.budgets.options(arm.selector) | (self.options if arm.selector == OWN else {})
+        selector = selectors.create(arm.selector, **options)
+        return selector.select(chosen_by, torch.tensor(counts).view(memory.keys.shape[:2])), judged_by
 
 
 def judges(memory: Memory, span: Span, now: int, prompt: int, inv_freq: Tensor) -> tuple[Segments, Segments]:
