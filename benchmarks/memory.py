@@ -2,8 +2,11 @@
 
 Pebble on its `long` suite; the pool holds three requests of mean length. A closed loop keeps more requests in the
 system than can run; the first `--ramp` completions and what is unfinished after the last one that counts are left
-out. `/ample` is the same arm in a pool that holds all that may run. The simulator then gets the same lengths:
-`sim_steps_ratio` is its number of engine steps over the measured one.
+out. `/ample` is the same arm in a pool that holds all that may run, `page/<size>` is eager folding in pages of that
+size and the same bytes. The simulator then gets the same lengths: `sim_steps_ratio` is its number of engine steps over
+the measured one. `pool/fp8` runs nothing: how many tokens does a pool of fp8 hold, and one of bf16?
+
+On a machine that others use, `--counts` takes means over steps instead of seconds and leaves out every time.
 """
 
 from __future__ import annotations
@@ -46,9 +49,11 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 AT_ANSWER: dict[str, dict[str, Any]] = {
     "keep": {"fold_policy": "off"},
-    "recycle": {"fold_policy": "pressure", "fold_prefer": "queue", "fold_at_answer": "recycle"},  # off cannot recycle
+    "recycle": {"fold_policy": "off", "fold_at_answer": "recycle"},
     "swap": {"fold_policy": "off", "fold_at_answer": "swap"},
 }
+PAGE_SIZES = (8, 16, 32, 64)
+TIMES = ("output_tokens_per_s", "seconds", "p99_s")  # left out under --counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +66,14 @@ class Done:
 
 
 class WatchedCore:
-    """A core that measures itself from the end of request `ramp` until `completions` more have ended."""
+    """A core that measures itself from the end of request `ramp` until `completions` more have ended.
 
-    def __init__(self, core: EngineCore, ramp: int, completions: int) -> None:
+    Its means are over seconds, or over steps.
+    """
+
+    def __init__(self, core: EngineCore, ramp: int, completions: int, *, by_steps: bool) -> None:
         self._core = core
+        self._by_steps = by_steps
         self.scheduler: Scheduler = core._scheduler
         self._ramp, self._wanted = ramp, ramp + completions
         self._watch: Watch | None = None
@@ -83,7 +92,7 @@ class WatchedCore:
         self._core.advance()
         if self._watch is not None and not self.numbers:
             now = time.perf_counter()
-            self._watch.tick(now - self._last)
+            self._watch.tick(1.0 if self._by_steps else now - self._last)
             self._last = now
 
     def news(self) -> list[RequestOutput]:
@@ -105,6 +114,8 @@ class WatchedCore:
             "output_tokens_per_s": self._tokens / watch.seconds,
             "kv_pool_use_mean": watch.kv_pool_use_mean,
             "kv_waste_share": watch.kv_waste_share,
+            "kv_unused_share": watch.kv_unused_share,
+            "pages_mean": watch.pages_mean,
             "folds": watch.folds,
             "steps": self.steps,
             "seconds": watch.seconds,
@@ -167,7 +178,7 @@ async def measure(case: str, config: EngineConfig, args: argparse.Namespace) -> 
 
     def build(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         core, model = build_core(config)
-        kept.append(WatchedCore(core, args.ramp, args.completions))
+        kept.append(WatchedCore(core, args.ramp, args.completions, by_steps=args.counts))
         return cast(EngineCore, kept[0]), model
 
     wanted = args.ramp + args.completions
@@ -184,7 +195,7 @@ async def measure(case: str, config: EngineConfig, args: argparse.Namespace) -> 
         raise SystemExit(f"{case}: the window has not closed")
     counted = list(loop.done.values())[args.ramp : wanted]
     predicted = simulated_steps(core.scheduler, config, loop, longest, args)
-    return core.numbers | {
+    numbers = core.numbers | {
         "completions": len(counted),
         "p99_s": percentile([done.seconds for done in counted], 0.99),
         "accuracy": fmean(done.correct for done in counted),
@@ -192,6 +203,14 @@ async def measure(case: str, config: EngineConfig, args: argparse.Namespace) -> 
         "thinking_tokens_mean": fmean(done.output.costs.thinking_tokens for done in counted),
         "sim_steps_ratio": predicted / core.steps,
     }
+    return {name: value for name, value in numbers.items() if not (args.counts and name in TIMES)}
+
+
+def pool_tokens(config: EngineConfig) -> dict[str, float]:
+    """Tokens that the pool of a configuration holds, and how many more than in bf16."""
+    cores = [build_core(c)[0] for c in (config, replace(config, kv_cache_dtype="model"))]
+    held = [core.scheduler.kv.num_pages * config.page_size for core in cores]
+    return {"pool_tokens": held[0], "pool_tokens_bf16": held[1], "pool_ratio": held[0] / held[1]}
 
 
 def simulated_steps(real: Scheduler, config: EngineConfig, loop: Loop, longest: int, args: argparse.Namespace) -> int:
@@ -251,6 +270,9 @@ def cases(args: argparse.Namespace, page_bytes: int) -> dict[str, EngineConfig]:
         made[f"pebble/{arm}/ample"] = replace(base, **options, kv_cache_bytes=ample)
     for arm, options in AT_ANSWER.items():
         made[f"at_answer/{arm}"] = replace(base, **options, swap_space_bytes=small if arm == "swap" else 0)
+    for size in PAGE_SIZES:
+        made[f"page/{size}"] = replace(base, **ARMS["eager"], page_size=size)
+    made["pool/fp8"] = replace(base, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
     return made
 
 
@@ -276,6 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mean-tokens", type=int, default=MEAN_TOKENS, help="the pool holds three requests of so many")
     parser.add_argument("--longest-tokens", type=int, default=LONGEST_TOKENS, help="an ample pool has so many a slot")
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--counts", action="store_true", help="means over steps, and no times: for a busy machine")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
@@ -291,8 +314,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for case in chosen:
         print(case, file=sys.stderr, flush=True)
-        numbers = asyncio.run(measure(case, known[case], args))
+        held = case.startswith("pool/")
+        numbers = pool_tokens(known[case]) if held else asyncio.run(measure(case, known[case], args))
         versions = {"model": "pebble", "suite": args.suite, "threads": str(args.threads)}
+        versions["means_over"] = "steps" if args.counts else "seconds"
         device = pick_device(args.device).type
         row = rows.make_row("memory", case, numbers, seed=0, device=device, extra_versions=versions)
         if not args.no_record:
@@ -302,13 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shown(row: Mapping[str, Any]) -> str:
-    numbers = row["metrics"]
-    return (
-        f"{row['case']:22} {numbers['safe_sessions']:3} safe, {numbers['running_mean']:6.2f} running, "
-        f"{numbers['forced_preemptions']:4} forced out, {numbers['output_tokens_per_s']:8.1f} tokens/s, "
-        f"p99 {numbers['p99_s']:.1f} s, pool {numbers['kv_pool_use_mean']:.2f}, waste {numbers['kv_waste_share']:.3f}, "
-        f"accuracy {numbers['accuracy']:.3f}, sim/engine steps {numbers['sim_steps_ratio']:.3f}"
-    )
+    return f"{row['case']:22} " + "  ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ class Watch:
         self._sessions: defaultdict[int, float] = defaultdict(float)  # seconds by number of running branches
         self._held = 0.0  # page seconds
         self._wasted = 0.0  # page seconds of raw thinking under an answer
+        self._filled = 0.0  # page seconds that entries would take with no page partly empty
         self.seconds = 0.0
 
     def tick(self, seconds: float) -> None:
@@ -36,6 +37,7 @@ class Watch:
         usage = scheduler.kv.usage()
         self._held += (sum(usage.values()) - usage[PageClass.CACHED] - usage[PageClass.PINNED]) * seconds
         for branch in scheduler.running:
+            self._filled += (branch.table.kv_len + branch.table.summary.mean_entries) / page_size * seconds
             start = branch.steering.answer_start
             if start is not None:
                 answer = len(branch.token_ids) - branch.num_prompt_tokens - start
@@ -78,6 +80,16 @@ class Watch:
     def kv_waste_share(self) -> float:
         """Share of the held page seconds that were raw thinking of branches that already answered."""
         return self._wasted / self._held if self._held else 0.0
+
+    @property
+    def pages_mean(self) -> float:
+        """Pages that are held, idle cached ones excluded; mean over time."""
+        return self._held / self.seconds if self.seconds else 0.0
+
+    @property
+    def kv_unused_share(self) -> float:
+        """Share of the held page seconds in which pages had room that no entry took, for branches that share none."""
+        return 1.0 - self._filled / self._held if self._held else 0.0
 
     def _count_forced(self) -> int:
         return sum(self._scheduler.pressure[rung] for rung in FORCED)
