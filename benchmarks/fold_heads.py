@@ -240,13 +240,9 @@ def all_arms(ratios: Sequence[int], names: Sequence[str], layout: Layout, dim: i
     return arms
 
 
-def counts(text: Text, arm: Arm) -> list[Any]:
-    """Entries of each head `[L, H]` that the global choice takes, mean over a text's stretches."""
-    taken = [
-        global_counts(importance(segments), segment_share(segments), arm.entries, arm.conclusion)
-        for segments in text.segments[arm.stretch]
-    ]
-    return torch.cat(taken).double().mean(0).tolist()
+def scored(text: Text, stretch: int) -> list[tuple[Tensor, Tensor]]:
+    """What the global choice asks of every stretch: tokens' importance and heads' share of the softmax."""
+    return [(importance(segments), segment_share(segments)) for segments in text.segments[stretch]]
 
 
 @dataclass(slots=True)
@@ -265,10 +261,13 @@ class Bench:
         wanted = {arm.count: arm for arm in arms if arm.table}
         for name in names:
             missing = [arm for arm in wanted.values() if (name, str(arm.count)) not in self.kept]
-            text = self.text(name) if missing else None
+            if not missing:
+                continue
+            text = self.text(name)
+            scores = {stretch: scored(text, stretch) for stretch in {arm.stretch for arm in missing}}
             for arm in missing:
-                assert text is not None
-                self.kept.add((name, str(arm.count)), counts(text, arm))
+                taken = [global_counts(*score, arm.entries, arm.conclusion) for score in scores[arm.stretch]]
+                self.kept.add((name, str(arm.count)), torch.cat(taken).double().mean(0).tolist())
         return {
             key: budget_table(
                 torch.tensor([self.kept[name, str(key)] for name in names]), arm.entries, arm.stretch, HEAD_BLOCK

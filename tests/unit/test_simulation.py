@@ -193,6 +193,29 @@ def test_the_watch_counts_raw_thinking_under_answers_as_waste():
     assert recycled.kv_waste_share < kept.kv_waste_share / 2
 
 
+@pytest.mark.parametrize("size", [4, 16])
+def test_the_watch_counts_room_that_no_entry_takes(size):
+    scheduler = Scheduler(KVManager(40, size, enable_prefix_caching=False), max_num_seqs=2, max_num_batched_tokens=64)
+    watch, seen, plan = Watch(scheduler), [], scheduler.plan
+    request = make_request("one", range(6), max_tokens=30)
+    branch = Branch(request, 0, 0, _Counted(30), list(range(6)))
+    scheduler.add([branch])
+
+    def watched():
+        watch.tick(1.0)
+        seen.append(branch.table.kv_len)
+        return plan()
+
+    scheduler.plan = watched
+    runner = TokenFunction(lambda sample: 7)
+    runner.page_size = size
+    run_scheduler(scheduler, runner, [branch], depth=0, limit=500)
+    held = [-(-entries // size) for entries in seen]
+    assert max(seen) >= 30
+    assert watch.pages_mean == pytest.approx(sum(held) / len(held))
+    assert watch.kv_unused_share == pytest.approx(1 - sum(seen) / (size * sum(held)))
+
+
 def test_safe_sessions_are_fewer_than_what_ran_when_one_was_forced_out():
     scheduler = make(predicted=False)
     watch = Watch(scheduler)
