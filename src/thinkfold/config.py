@@ -64,6 +64,9 @@ class EngineConfig:
     `think_force` is the text that ends its thinking by force; None takes `think_end`.
     `closing_words` are written before a forced end and count against the budget.
     `answer_opener` is how the model begins its final answer; probes of unfinished thinking ask with it.
+    `answer_embedder` compares prose answers of votes: a folder, an /embeddings URL or minilm; None compares letters.
+    `answer_embedder_model` is the model that such a URL is asked for; its key is THINKFOLD_EMBEDDER_KEY.
+    `answer_min_cosine` is how near each two answers of one class must be, 0 to 1.
     `normalize_prompts` unifies line ends and trailing blanks of system and few-shot text.
     `fold_policy` says when finished thinking is folded: off, pressure (memory is short) or eager.
     `fold_profile` names the numbers of segments and folds; None is pebble for pebble, else default.
@@ -112,6 +115,9 @@ class EngineConfig:
     think_force: str | None = None
     closing_words: str = ""
     answer_opener: str = "The answer is \\boxed{"
+    answer_embedder: str | None = None
+    answer_embedder_model: str = ""
+    answer_min_cosine: float = 0.90
     normalize_prompts: bool = True
     fold_policy: Literal["off", "pressure", "eager"] = "pressure"
     fold_profile: Literal["default", "fine", "coarse", "pebble"] | None = None
@@ -141,8 +147,11 @@ class EngineConfig:
                 raise ParameterError(name, f"must be positive, got {getattr(self, name)}")
         if self.page_size not in PAGE_SIZES:
             raise ParameterError("page_size", f"must be one of {PAGE_SIZES}, got {self.page_size}")
-        if not 0.0 <= self.pin_share <= 1.0:
-            raise ParameterError("pin_share", f"must be in [0, 1], got {self.pin_share}")
+        for name in ("pin_share", "answer_min_cosine"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ParameterError(name, f"must be in [0, 1], got {getattr(self, name)}")
+        if self.answer_embedder_model and "://" not in (self.answer_embedder or ""):
+            raise ParameterError("answer_embedder_model", "belongs to an answer_embedder that is a URL")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ParameterError("gpu_memory_utilization", f"must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:

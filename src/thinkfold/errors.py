@@ -8,6 +8,7 @@ ThinkfoldError
 ├── ConflictError       the response is not in a state for this (HTTP 409)
 │   └── PositionError   a branch cannot be cut at this position (HTTP 409)
 ├── QueueFullError      the waiting queue is full, try again later (HTTP 429)
+│   └── SessionsFullError  all agent sessions that are kept are busy (HTTP 429)
 ├── RequestFailedError  this one request failed inside the engine (HTTP 500)
 └── EngineDeadError     the engine has stopped (HTTP 503)
 """
@@ -63,6 +64,14 @@ class QueueFullError(ThinkfoldError):
 
     def __init__(self, retry_after: float) -> None:
         super().__init__(f"the waiting queue is full, retry after {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class SessionsFullError(QueueFullError):
+    """As many agent sessions as are kept at once are all busy."""
+
+    def __init__(self, most: int, retry_after: float) -> None:
+        ThinkfoldError.__init__(self, f"all {most} sessions are busy, retry after {retry_after:.0f} s")
         self.retry_after = retry_after
 
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar, cast
 
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.samples import Question
+from thinkfold.engine.sessions import SessionStore
 from thinkfold.errors import EngineDeadError
-from thinkfold.types import ControlParams, FoldParams, RequestOutput, SamplingParams, ThinkingParams, VoteParams
+from thinkfold.types import (
+    ControlParams,
+    FoldParams,
+    RequestOutput,
+    SamplingParams,
+    Service,
+    SessionParams,
+    SessionState,
+    ThinkingParams,
+    VoteParams,
+)
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
@@ -29,6 +42,7 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="thinkfold-llm", daemon=True)
         self._thread.start()
+        self._sessions = SessionStore()
         try:
             self.engine = self._run(AsyncEngine.start(EngineConfig(model=model, **config)))
         except BaseException:
@@ -43,9 +57,17 @@ class LLM:
         fold: FoldParams | None = None,
         control: ControlParams | None = None,
         vote: VoteParams | None = None,
+        *,
+        service: Service | None = None,
+        session: SessionParams | None = None,
     ) -> list[RequestOutput]:
-        """Continue raw prompts (text or token ids), one output each, in order."""
-        return self._run(self._generate(_as_list(prompts), sampling, thinking, fold, control, vote))
+        """Continue raw prompts (text or token ids), one output each, in order.
+
+        `service` bounds time and money, each prompt for itself. With `session` all of them are one call of an agent
+        session, whose budget they share.
+        """
+        asked = _as_list(prompts)
+        return self._run(self._generate(asked, sampling, thinking, fold, control, vote, service, session))
 
     def chat(
         self,
@@ -55,15 +77,29 @@ class LLM:
         fold: FoldParams | None = None,
         control: ControlParams | None = None,
         vote: VoteParams | None = None,
+        *,
+        service: Service | None = None,
+        session: SessionParams | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, one output each, in order; with `vote` each is that of the winner."""
+        """Answer one conversation or many, one output each, in order; with `vote` each is that of the winner.
+
+        `service` and `session` are those of `generate`.
+        """
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Conversation], [messages] if single else messages)
         thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
         encode = self.engine.prompts.encode_chat
         closes = thinking.spends_none and self.engine.model.budget_enforced
         prompts = [encode(c, enable_thinking=thinking.template_switch, closes=closes) for c in conversations]
-        return self._run(self._generate(prompts, sampling, thinking, fold, control, vote))
+        return self._run(self._generate(prompts, sampling, thinking, fold, control, vote, service, session))
+
+    def session(self, name: str) -> SessionState:
+        """Where an agent session stands. Raises NotFoundError."""
+
+        async def show() -> SessionState:  # sessions live in the engine's thread
+            return self._sessions.show("", name)
+
+        return self._run(show())
 
     def close(self) -> None:
         """Stop the engine; calling it again does nothing."""
@@ -85,21 +121,29 @@ class LLM:
         fold: FoldParams | None,
         control: ControlParams | None,
         how: VoteParams | None,
+        service: Service | None,
+        session: SessionParams | None,
     ) -> list[RequestOutput]:
         config, n = self.engine.config, how.n if how else sampling.n if sampling else 1
+        call = None if session is None else self._sessions.open("", session, len(prompts) * n)
+        if call is not None:
+            service = replace(service or Service(), session_budget=call.budget)
         limit = asyncio.Semaphore(max(1, (config.max_num_seqs + config.max_waiting // 2) // n))
 
-        async def one(prompt: str | Sequence[int]) -> RequestOutput:
+        async def one(number: int, prompt: str | Sequence[int]) -> RequestOutput:
             ids = self.engine.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt
+            note = None if call is None else partial(call.note, number)
             async with limit:
-                return await collect(self.engine, ids, sampling, thinking, fold, control, how)
+                return await collect(self.engine, ids, sampling, thinking, fold, control, how, service, note)
 
-        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        tasks = [asyncio.ensure_future(one(number, prompt)) for number, prompt in enumerate(prompts)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:  # the first error, or Ctrl-C, ends what still runs
             for task in tasks:
                 task.cancel()
+            if call is not None:
+                call.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop.is_closed():
@@ -126,15 +170,20 @@ async def collect(
     fold: FoldParams | None = None,
     control: ControlParams | None = None,
     how: VoteParams | None = None,
+    service: Service | None = None,
+    note: Callable[[RequestOutput], None] | None = None,
 ) -> RequestOutput:
-    """Run one request to its end and return everything in one output."""
+    """Run one request to its end and return everything in one output; `note` hears each as it comes."""
     total: RequestOutput | None = None
     if how is not None:
-        question = Question(tuple(prompt_token_ids), sampling or SamplingParams(), thinking, fold, control)
+        asked = sampling or SamplingParams()
+        question = Question(tuple(prompt_token_ids), asked, thinking, fold, control, service=service)
         outputs = engine.decide(question, how)
     else:
-        outputs = engine.generate(prompt_token_ids, sampling, thinking, fold, control=control)
+        outputs = engine.generate(prompt_token_ids, sampling, thinking, fold, control=control, service=service)
     async for output in outputs:
+        if note is not None:
+            note(output)
         if total is None:
             total = output
         else:

@@ -3,8 +3,10 @@
 import pytest
 
 from thinkfold import LLM, FoldParams, SamplingParams, ThinkingParams
-from thinkfold.errors import EngineDeadError, ParameterError
+from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError
+from thinkfold.types import Service, SessionParams, ThinkingEndReason
 
+THINKING = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>So"}]
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -36,6 +38,30 @@ def test_thinking_off_reaches_the_template(llm):
     assert off[0].costs.prompt_tokens == none[0].costs.prompt_tokens
     assert off[0].costs.prompt_tokens > llm.chat([{"role": "user", "content": "hi"}], SHORT)[0].costs.prompt_tokens
     assert not off[0].policy.enabled
+
+
+def test_calls_of_a_session_share_its_budget(llm):
+    sampling, session = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True), SessionParams("job", 20)
+    outputs = llm.chat([THINKING, THINKING], sampling, session=session)
+    assert [output.outputs[0].num_thinking_tokens for output in outputs] == [20, 20], "the floor of a small session"
+    assert all(output.outputs[0].thinking_end_reason is ThinkingEndReason.BUDGET for output in outputs)
+    assert outputs[0].limits.clamped[0].by == "session"
+    state = llm.session("job")
+    assert (state.total_budget, state.spent, state.remaining, state.calls) == (20, 40, 0, 1)
+    with pytest.raises(ParameterError, match=r"^session\.total_budget: session 'job' has 20"):
+        llm.chat(THINKING, sampling, session=SessionParams("job", 30))
+    with pytest.raises(NotFoundError):
+        llm.session("other")
+
+
+def test_time_and_money_end_thinking(llm):
+    for service, reason in (
+        (Service(deadline_ms=1), ThinkingEndReason.DEADLINE),
+        (Service(max_cost=1e-9), ThinkingEndReason.COST),
+    ):
+        output = llm.chat(THINKING, SHORT, service=service)[0]
+        assert output.outputs[0].thinking_end_reason is reason
+        assert (output.limits.deadline_ms, output.limits.max_cost) == (service.deadline_ms, service.max_cost)
 
 
 def test_bad_input_is_refused_and_the_next_call_works(llm):

@@ -106,6 +106,11 @@ def test_a_foreign_handle_is_not_there(client: httpx.Client) -> None:
         ({"prompt": "a", "until": {"at": "word"}}, "until.at"),
         ({"prompt": "a", "until": {"max_tokens": 0}}, "until.max_tokens"),
         ({"prompt": "a", "stream": True}, "stream"),
+        ({"prompt": "a", "early_stop": {"entropy": 0.1}}, "early_stop"),
+        ({"prompt": "a", "vote": True}, "vote"),
+        ({"prompt": "a", "thinkfold": {"control": {"preset": "balanced"}}}, "thinkfold.control"),
+        ({"prompt": "a", "thinkfold": {"vote": True}}, "thinkfold.vote"),
+        ({"prompt": "a", "thinkfold": {"events": True}}, "thinkfold.events"),
     ],
 )
 def test_wrong_parts_name_their_field(client: httpx.Client, body: dict[str, Any], param: str) -> None:

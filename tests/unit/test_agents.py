@@ -10,14 +10,13 @@ import pytest
 from server_stand_in import EOS, LOOP, ScriptedEngine, chat_body, events, eventually, join
 from test_server_access import RIGHT, WRONG, bearer, guarded, key
 
-from thinkfold.errors import NotFoundError, ParameterError
-from thinkfold.server.access.errors import RateLimitError
+from thinkfold.engine.sessions import FLOOR, SessionStore
+from thinkfold.errors import NotFoundError, ParameterError, SessionsFullError
 from thinkfold.server.access.gate import Access
 from thinkfold.server.access.keys import KeyTable
-from thinkfold.server.agents.sessions import FLOOR, SessionStore
 from thinkfold.server.agents.step_cache import Answer, StepCache, key_of, normalised
 from thinkfold.server.state import ServerOptions
-from thinkfold.types import Costs, Limits, RequestOutput, ThinkingPolicy
+from thinkfold.types import Costs, Limits, RequestOutput, SessionParams, ThinkingPolicy
 from thinkfold.types.fold import FoldPolicy
 
 CHAT = "/v1/chat/completions"
@@ -37,27 +36,27 @@ def test_each_call_gets_half_of_what_is_left_and_never_less_than_the_floor() -> 
     sessions, _ = store()
     budgets = []
     for _ in range(8):
-        call = sessions.open("t", "s", 8000, 1)
+        call = sessions.open("t", SessionParams("s", 8000), 1)
         budgets.append(call.budget)
         call.note(0, spend(call.budget))
         call.close()
         call.close()
     assert budgets == [4000, 2000, 1000, 500, FLOOR, FLOOR, FLOOR, FLOOR]
     shown = sessions.show("t", "s")
-    assert (shown["spent"], shown["remaining"], shown["calls"]) == (7500 + 4 * FLOOR, 0, 8)
+    assert (shown.spent, shown.remaining, shown.calls) == (7500 + 4 * FLOOR, 0, 8)
 
 
 def test_what_a_call_does_not_think_is_free_again() -> None:
     sessions, _ = store()
     for _ in range(5):
-        call = sessions.open("t", "s", 8000, 1)
+        call = sessions.open("t", SessionParams("s", 8000), 1)
         assert call.budget == 4000
         call.close()
 
 
 def test_calls_at_the_same_time_share_what_is_left() -> None:
     sessions, _ = store()
-    first, second = sessions.open("t", "s", 8000, 1), sessions.open("t", "s", None, 2)
+    first, second = sessions.open("t", SessionParams("s", 8000), 1), sessions.open("t", SessionParams("s", None), 2)
     assert (first.budget, second.budget) == (4000, 1000)
     first.note(0, spend(100))
     assert first.view() == {
@@ -70,24 +69,24 @@ def test_calls_at_the_same_time_share_what_is_left() -> None:
     }
     first.close()
     second.close()
-    assert sessions.show("t", "s")["spent"] == 100
+    assert sessions.show("t", "s").spent == 100
 
 
 def test_sessions_are_their_tenants_and_end() -> None:
     sessions, now = store(most=2)
-    sessions.open("t", "s", 1000, 1).close()
+    sessions.open("t", SessionParams("s", 1000), 1).close()
     with pytest.raises(NotFoundError):
         sessions.show("other", "s")
     with pytest.raises(NotFoundError):
         sessions.delete("other", "s")
     with pytest.raises(ParameterError, match="session 's' begins with it"):
-        sessions.open("other", "s", None, 1)
+        sessions.open("other", SessionParams("s", None), 1)
     with pytest.raises(ParameterError, match="session 's' has 1000"):
-        sessions.open("t", "s", 2000, 1)
+        sessions.open("t", SessionParams("s", 2000), 1)
     now[0] = 99.0
-    sessions.open("t", "s", None, 1).close()
+    sessions.open("t", SessionParams("s", None), 1).close()
     now[0] = 198.0
-    assert sessions.show("t", "s")["expires_in_s"] == 1.0
+    assert sessions.show("t", "s").expires_in_s == 1.0
     now[0] = 199.0
     with pytest.raises(NotFoundError):
         sessions.show("t", "s")
@@ -95,16 +94,16 @@ def test_sessions_are_their_tenants_and_end() -> None:
 
 def test_the_store_is_bounded_and_keeps_who_runs() -> None:
     sessions, now = store(most=2)
-    running = sessions.open("t", "a", 1000, 1)
-    sessions.open("t", "b", 1000, 1).close()
-    sessions.open("t", "c", 1000, 1)
+    running = sessions.open("t", SessionParams("a", 1000), 1)
+    sessions.open("t", SessionParams("b", 1000), 1).close()
+    sessions.open("t", SessionParams("c", 1000), 1)
     assert len(sessions) == 2
     with pytest.raises(NotFoundError):
         sessions.show("t", "b")
-    with pytest.raises(RateLimitError):
-        sessions.open("t", "d", 1000, 1)
+    with pytest.raises(SessionsFullError):
+        sessions.open("t", SessionParams("d", 1000), 1)
     now[0] = 1000.0
-    assert sessions.show("t", "a")["calls"] == 1, "a running call keeps its session"
+    assert sessions.show("t", "a").calls == 1, "a running call keeps its session"
     running.close()
 
 

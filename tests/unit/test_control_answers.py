@@ -212,9 +212,9 @@ def test_embeddings_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_an_embedder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ParameterError, match=r"vote\.embedder: there is no folder"):
+    with pytest.raises(ParameterError, match=r"answer_embedder: there is no folder"):
         open_embedder(str(tmp_path / "none"))
-    with pytest.raises(ParameterError, match=r"vote\.embedder: cannot load"):
+    with pytest.raises(ParameterError, match=r"answer_embedder: cannot load"):
         open_embedder(str(tmp_path))
     monkeypatch.setattr("thinkfold.control.embedding.find_spec", lambda _: None)
     with pytest.raises(ParameterError, match=r"thinkfold\[embeddings\]"):

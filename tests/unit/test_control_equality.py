@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinkfold.control import symbolic as symbolic_module
 from thinkfold.control.embedding import EmbeddingError, Vector, unit
 from thinkfold.control.equality import Equality, Partition, Rung
-from thinkfold.control.symbolic import Symbolic, is_small
+from thinkfold.control.symbolic import Patience, Symbolic, is_small
 
 SAME = [
     ("0.125", "1/8", r"\tfrac18"),
@@ -162,9 +163,37 @@ def test_case_72_a_slow_formula_is_killed_and_the_next_one_is_answered() -> None
     with Symbolic(seconds=0.2) as checker:
         slow = r"\prod_{k=1}^{900} (x^{k} + y^{k} + 1)"
         assert is_small(slow)
-        assert checker.read(slow) is None
-        assert checker.timeouts == 1
+        patience = Patience(1)
+        assert checker.read(slow, patience) is None and patience.left == 0
+        assert checker.read(slow, patience) is None and patience.left == 0, "what is known is not asked again"
+        assert checker.read("x+x", patience) is None, "out of patience"
         assert Equality(checker).partition([slow, "1"]).classes[0].rung is Rung.CANONICAL
+
+
+def test_case_72_a_slow_formula_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one process is busy another one answers, and who waits for the slow one is out of time alone."""
+    with Symbolic(seconds=30.0) as checker:
+        assert checker.same("x+x", "2x")
+        asked, go_on = threading.Event(), threading.Event()
+        ask = symbolic_module._Worker.ask
+
+        def slow_first(self: object, line: str, seconds: float) -> dict:
+            if "slow" not in line:
+                return ask(self, line, seconds)  # pyright: ignore[reportArgumentType]
+            asked.set()
+            assert go_on.wait(60)
+            raise TimeoutError
+
+        monkeypatch.setattr(symbolic_module._Worker, "ask", slow_first)
+        mine, others = Patience(2), Patience(2)
+        found: list[object] = []
+        thread = threading.Thread(target=lambda: found.append(checker.read("slow", mine)))
+        thread.start()
+        assert asked.wait(60)
+        assert checker.same("y+y", "2y", others), "answered while the slow one runs"
+        go_on.set()
+        thread.join(60)
+        assert found == [None] and (mine.left, others.left) == (1, 2)
 
 
 def test_case_72_the_worker_stops_and_starts_again(symbolic: Symbolic) -> None:
@@ -214,6 +243,29 @@ def test_a_failing_embedder_falls_back_to_letters(caplog: pytest.LogCaptureFixtu
     found = Equality(embedder=Broken()).partition(["the red house stands there", "the red house stand there"])
     assert found.classes[0].rung is Rung.EDIT
     assert "gone" in caplog.text
+
+
+def test_texts_are_embedded_once_and_a_broken_embedder_is_not_asked_again() -> None:
+    class Counting(Compass):
+        def __init__(self) -> None:
+            self.asked: list[list[str]] = []
+            self.broken = False
+
+        def embed(self, texts: Sequence[str]) -> list[Vector]:
+            self.asked.append(list(texts))
+            if self.broken:
+                raise EmbeddingError("gone")
+            return super().embed(texts)
+
+    embedder = Counting()
+    relation = Equality(embedder=embedder)
+    relation.partition(["north it lies", "east it is"])
+    relation.partition(["north it lies", "east it is", "more or less"])
+    assert embedder.asked == [["east it is", "north it lies"], ["more or less"]]
+    embedder.broken = True
+    for _ in range(2):
+        relation.partition(["north it lies", "nearly there it lies"])
+    assert len(embedder.asked) == 3
 
 
 def test_likeness_never_joins_other_numbers_or_a_negation() -> None:

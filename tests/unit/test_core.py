@@ -1,7 +1,7 @@
 """The step loop with real control and a scripted device: equality of depths, failures, costs."""
 
 import pytest
-from scripted import BARE_PROMPT, CLOSE, EOS, OPEN_PROMPT, ids, loop, make_engine, script
+from scripted import BARE_PROMPT, CLOSE, EOS, OPEN_PROMPT, PAGE, ids, loop, make_engine, script
 
 from thinkfold.types import FinishReason, Phase, ThinkingEndReason, ThinkingParams
 
@@ -224,6 +224,24 @@ def test_pages_that_forks_share_are_charged_once_even_when_the_trunk_has_ended()
         running.meter.tick([b for b in running.branches if b.table.pages], 1.0)
         assert running.meter.costs.kv_byte_seconds - before == len(held) * 100
     assert running.meter.costs.kv_peak_entries <= len(prompt) + 3 * 40
+
+
+@DEPTHS
+def test_eight_choices_share_one_prefill_and_every_full_page_of_the_prompt(depth):
+    prompt = ids(BARE_PROMPT) * 8 + ids(OPEN_PROMPT)
+    computed, peak, own = {}, {}, 0
+    for n in (1, 8):
+        engine = make_engine(depth=depth, num_pages=2000)
+        engine.add(prompt, token_of=loop(), budget=24, n=n, temperature=1.0)
+        running, peak[n] = engine.core._requests["r"], 0
+        for _ in range(100):
+            peak[n] = max(peak[n], len({page for b in running.branches for page in b.table.pages}))
+            engine.step()
+        assert not engine.core.has_work
+        computed[n] = engine.outputs["r"].costs.computed_prompt_tokens
+        own = -(-engine.one().num_output_tokens // PAGE)
+    assert computed[1] >= len(prompt) and computed[8] <= 1.3 * computed[1]
+    assert peak[1] < peak[8] <= len(prompt) // PAGE + 8 * own + 8
 
 
 @DEPTHS

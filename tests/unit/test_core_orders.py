@@ -5,7 +5,7 @@ from scripted import CLOSE, EOS, OPEN_PROMPT, ids, loop, make_engine, script
 
 from thinkfold.engine.commands import Cancel, EndThinking, Inject, Pause, Probe, Resume, SetBudget
 from thinkfold.errors import ConflictError, NotFoundError, ParameterError
-from thinkfold.types import FinishReason, ThinkingEndReason, ThinkingParams
+from thinkfold.types import FinishReason, Service, ThinkingEndReason, ThinkingParams, Tier
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 WORDS = "one two three four five six seven eight nine ten " * 3
@@ -192,6 +192,17 @@ def test_a_budget_needs_thinking_and_a_number():
     off.step()
     with pytest.raises(ConflictError, match="off"):
         ask(off, SetBudget, budget=10)
+
+
+@pytest.mark.parametrize(
+    ("service", "most"),
+    [(Service(session_budget=12), 12), (Service(Tier("t", 20)), 20), (Service(Tier("t", 20), session_budget=12), 12)],
+)
+def test_a_new_budget_stays_within_tier_and_session(service, most):
+    engine = make_engine()
+    engine.add(token_of=loop(), budget=10, service=service)
+    engine.step()
+    assert [ask(engine, SetBudget, budget=budget) for budget in (-1, 50, 5)] == [most, most, 5]
 
 
 @DEPTHS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from scripted import OPEN_PROMPT, ids, language, loop, make_engine
@@ -20,9 +21,12 @@ from thinkfold.types import (
     CompletionOutput,
     Costs,
     FinishReason,
+    Limits,
     Phase,
+    Prices,
     RequestOutput,
     SamplingParams,
+    Service,
     ThinkingEndReason,
     ThinkingParams,
     ThinkingPolicy,
@@ -122,6 +126,28 @@ async def test_an_open_vote_goes_on_in_waves_with_other_seeds_and_pays_the_promp
     assert engine.seeds == [1, 5]
     assert (last.costs.prompt_tokens, last.costs.cached_tokens, last.costs.computed_prompt_tokens) == (3, 1, 3)
     assert last.costs.answer_tokens == 8 and last.costs.thinking_tokens == 8 * 5
+
+
+async def test_waves_share_one_deadline_and_one_cost():
+    """A clock of the test's own: the second wave starts 3 s after the first, which has cost 2."""
+    now = [0.0]
+
+    class Timed(Replies):
+        services: list[Service] = []  # noqa: RUF012
+
+        async def generate(self, *args, **more):
+            self.services.append(more["service"])
+            async for output in super().generate(*args, **more):
+                output.limits = Limits(9, deadline_ms=more["service"].deadline_ms, max_cost=more["service"].max_cost)
+                yield output
+            now[0] += 3.0
+
+    engine = Timed(boxed(7, 1, 7, 1, 7, 7, 7, 7))
+    service = Service(deadline_ms=5000, max_cost=10.0, prices=Prices(gpu_second=0.0, prompt=1e6))
+    samples = Samples(engine, replace(ASKED, service=service), lambda: now[0])
+    last = [one async for one in run_vote(samples, VoteParams(8), Looks(), in_flight=False)][-1]
+    assert [(each.deadline_ms, each.max_cost) for each in engine.services] == [(5000, 10.0), (2000, 8.0)]
+    assert (last.limits.deadline_ms, last.limits.max_cost) == (5000, 10.0), "as the client knows them"
 
 
 async def test_siblings_that_cannot_change_the_winner_are_cancelled():

@@ -26,6 +26,12 @@ from thinkfold.types import (
 
 KNOBS = {"entropy": 0.1, "consistency": "3/4"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+APIS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}]}),
+    ("/v1/completions", {"prompt": "w"}),
+    ("/v1/responses", {"input": "q"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "q"}], "max_tokens": 50}),
+]
 
 
 async def control_of(path: str, body: dict) -> ControlParams | None:
@@ -36,15 +42,7 @@ async def control_of(path: str, body: dict) -> ControlParams | None:
     return engine.calls[0].control
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}]}),
-        ("/v1/completions", {"prompt": "w"}),
-        ("/v1/responses", {"input": "q"}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "q"}], "max_tokens": 50}),
-    ],
-)
+@pytest.mark.parametrize(("path", "body"), APIS)
 async def test_every_api_takes_the_knobs(path, body):
     wanted = ControlParams(early_stop=EarlyStop(entropy=0.1, consistency=(3, 4)))
     assert await control_of(path, body) is None
@@ -59,7 +57,8 @@ def test_a_request_with_tools_is_guarded():
     assert ChatRequest.model_validate(body).control_params() == ControlParams("balanced")
     found = ChatRequest.model_validate({**body, "tools": [TOOL]}).control_params()
     assert found == ControlParams("balanced", task="tools")
-    assert ChatRequest.model_validate({"messages": [], "tools": [TOOL]}).control_params() is None
+    silent = ChatRequest.model_validate({"messages": [], "tools": [TOOL]}).control_params()
+    assert silent == ControlParams(task="tools") and not silent.asks
 
 
 @pytest.mark.parametrize(
@@ -81,11 +80,12 @@ async def test_bad_wishes_are_refused_by_name(more, field):
 
 
 async def test_decisions_are_metrics(monkeypatch):
-    stats = replace(ScriptedEngine().stats(), decisions={("margin", "stopped"): 3})
+    stats = replace(ScriptedEngine().stats(), decisions={("margin", "stopped"): 3}, rules_off=(("margin", "code"),))
     monkeypatch.setattr(ScriptedEngine, "stats", lambda self: stats)
     async with serving(ScriptedEngine()) as client:
         text = (await client.get("/metrics")).text
     assert 'thinkfold_stop_decisions_total{outcome="stopped",rule="margin"} 3.0' in text
+    assert 'thinkfold_stop_rules_off{rule="margin",task="code"} 1.0' in text
 
 
 @dataclass(slots=True)
@@ -134,9 +134,46 @@ async def test_a_stream_tells_the_state_of_its_vote_if_asked_to():
     assert "event:" not in silent.text and events(silent)[-1]["thinkfold"]["vote"]["answer"] == "7"
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("path", "body"), APIS, ids=[path for path, _ in APIS])
+async def test_every_api_votes_and_counts_all_samples(path, body, inside):
+    wish, engine = {"n": 6}, Decider()
+    more = {"thinkfold": {"vote": wish}} if inside else {"vote": wish}
+    async with serving(engine) as client:
+        whole = (await client.post(path, json={**body, **more})).json()
+        stream = await client.post(
+            path, json={**body, **more, "stream": True, "thinkfold": {"events": True, "vote": wish}}
+        )
+        wrong = await client.post(path, json={**body, **more, "thinkfold": {"vote": {"n": 1}}, "vote": None})
+    ((question, how), _) = engine.asked
+    assert how == VoteParams(6) and question.request_id == whole["id"]
+    assert whole["thinkfold"]["vote"]["answer"] == "7" and '"7"' in json.dumps(whole)
+    usage = whole["usage"]
+    assert usage.get("output_tokens", usage.get("completion_tokens")) == 42
+    details = usage.get("output_tokens_details", usage.get("completion_tokens_details"))
+    assert details.get("reasoning_tokens", details.get("thinking_tokens")) == 30
+    assert stream.text.count("event: thinkfold.vote") == 2 and '"rule":"beta"' in stream.text
+    assert wrong.status_code == 400 and "thinkfold.vote.n: " in wrong.text
+
+
+async def test_a_vote_of_completions_is_over_one_prompt():
+    async with serving(Decider()) as client:
+        response = await client.post("/v1/completions", json={"prompt": ["a", "b"], "vote": True})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
+
+
+async def test_a_vote_is_so_many_choices_of_its_session():
+    session = {"id": "s", "total_budget": 8000}
+    async with serving(Decider()) as client:
+        body = (await chat(client, vote={"n": 8}, thinkfold={"session": session})).json()
+    assert body["thinkfold"]["session"]["call_budget"] == 8000 // 2 // 8
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [
+        ({"vote": True, "thinkfold": {"vote": {"n": 3}}}, "thinkfold.vote"),
+        ({"thinkfold": {"vote": {"size": 3}}}, "thinkfold.vote.size"),
         ({"vote": {"n": 1}}, "vote.n"),
         ({"vote": {"size": 3}}, "vote.size"),
         ({"vote": True, "n": 2}, "n"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from server_stand_in import ScriptedEngine, chat_body
 from test_server_access import RIGHT, WRONG, bearer, guarded, key
+from tiny_tokenizer import TOOL_TEMPLATE
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.access.gate import Access
@@ -18,7 +20,18 @@ from thinkfold.server.contract import EngineSlot
 from thinkfold.server.metrics import ServerMetrics
 from thinkfold.server.state import ServerOptions
 from thinkfold.server.tiers import ServedTier, Slo, TierTable, load_tiers
-from thinkfold.types import CompletionOutput, Costs, FoldParams, Prices, RequestOutput, ThinkingPolicy, Tier
+from thinkfold.types import (
+    CompletionOutput,
+    ControlParams,
+    Costs,
+    EarlyStop,
+    FoldParams,
+    Preset,
+    Prices,
+    RequestOutput,
+    ThinkingPolicy,
+    Tier,
+)
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "tiers.toml"
 TABLE = load_tiers(SHIPPED)
@@ -46,6 +59,11 @@ def test_the_shipped_tiers_have_budgets_of_their_own() -> None:
     }
     assert TABLE.tiers["quick"].fold == FoldParams(prefer="queue")
     assert TABLE.tiers["deep"].fold == FoldParams(prefer="fold", policy="pressure", at_answer="recycle")
+    assert {name: served.control for name, served in TABLE.tiers.items()} == {
+        "quick": ControlParams(Preset.BALANCED),
+        "standard": ControlParams(Preset.BALANCED),
+        "deep": ControlParams(Preset.CONSERVATIVE),
+    }, "every tier that is shipped stops early"
     assert TABLE.tiers["quick"].slo == Slo(500, 15_000, 30_000)
 
 
@@ -137,7 +155,14 @@ def test_a_request_beats_its_tier_field_by_field(asked: FoldParams, given: FoldP
         ('default = "a"\n[tiers.a]\nbudget = 1\nslo = 3\n', "tiers.a.slo: must be a table"),
         ('default = "a"\n[tiers.a]\nbudget = 1\n[tiers.a.slo]\nttft_ms = 0\n', "tiers.a.slo.ttft_ms"),
         ('default = "a"\n[tiers.a]\nbudget = 1\n[tiers.a.fold]\nx = 0\n', "tiers.a.fold.x"),
-        ('default = "a"\n[tiers.a]\nbudget = 1\n[tiers.a.control]\npreset = "balanced"\n', "tiers.a.control: early"),
+        ('default = "a"\n[tiers.a]\nbudget = 1\n[tiers.a.control]\npreset = "bold"\n', "tiers.a.control.preset: must"),
+        ('default = "a"\n[tiers.a]\nbudget = 1\n[tiers.a.control]\nwish = 1\n', "tiers.a.control.wish: there is no"),
+        (
+            'default = "a"\n[tiers.a]\nbudget = 1\n[tiers.a.control.early_stop]\nentropy = -1\n',
+            "tiers.a.control.early_stop.entropy: must",
+        ),
+        ('default = "a"\n[tiers.a]\nbudget = 1\nmax_samples = 0\n', "tiers.a.max_samples: must be"),
+        ('default = "a"\n[tiers.a]\nbudget = 1\n[tiers.a.prices]\nanswer = -1\n', "tiers.a.prices.answer: must be"),
         ('default = "a b"\n[tiers."a b"]\nbudget = 1\n', "tiers: 'a b' must be"),
         ("[tiers\n", "tiers: is not valid TOML"),
     ],
@@ -149,6 +174,55 @@ def test_wrong_tier_files_are_named(tmp_path: Path, text: str, words: str) -> No
         load_tiers(path)
     with pytest.raises(ParameterError, match="tiers: cannot be read"):
         load_tiers(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("path", [path for path, _ in ROUTES])
+async def test_a_tier_stops_early_unless_the_request_says_otherwise(path: str) -> None:
+    asked = [{}, {"tier": "deep"}, {"control": {"preset": "exact"}}, {"control": {"early_stop": {"entropy": 0.1}}}]
+    engine = ScriptedEngine()
+    async with guarded(Access(), engine, ServerOptions(tiers=TABLE, control=ControlParams("aggressive"))) as client:
+        told = [(await ask(client, path=path, **more)).json()["thinkfold"]["policy"]["control"] for more in asked]
+    knobs = ControlParams(early_stop=EarlyStop(entropy=0.1))
+    wanted = [ControlParams("balanced"), ControlParams("conservative"), ControlParams("exact"), knobs]
+    assert [call.control for call in engine.calls] == wanted
+    assert [one and one["preset"] for one in told] == ["balanced", "conservative", None, None]
+    assert told[3] is not None and told[3]["early_stop"]["entropy"] == 0.1
+
+
+async def test_the_servers_own_preset_is_for_tiers_that_have_none() -> None:
+    tiers = TierTable(
+        {"a": ServedTier(Tier("a", 9)), "b": ServedTier(Tier("b", 9), control=ControlParams("exact"))}, "a"
+    )
+    engine = ScriptedEngine()
+    async with guarded(Access(), engine, ServerOptions(tiers=tiers, control=ControlParams("balanced"))) as client:
+        for tier in ("a", "b"):
+            await ask(client, tier=tier)
+    assert [call.control for call in engine.calls] == [ControlParams("balanced"), ControlParams("exact")]
+
+
+async def test_a_tiers_rules_know_of_tools_and_of_models_that_cannot_be_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    engine = ScriptedEngine(template=TOOL_TEMPLATE)
+    async with guarded(Access(), engine, ServerOptions(tiers=TABLE)) as client:
+        await client.post(ROUTES[0][0], json={**BODY, "tools": [tool]})
+        model = replace(engine.model, budget_enforced=False)
+        monkeypatch.setattr(ScriptedEngine, "model", model)
+        reply = await client.post(ROUTES[0][0], json=BODY)
+    assert [call.control for call in engine.calls] == [ControlParams("balanced", task="tools"), None]
+    assert reply.json()["thinkfold"]["policy"]["control"] is None
+
+
+async def test_a_tier_bounds_samples_and_has_its_prices() -> None:
+    cheap = ServedTier(Tier("cheap", 9), max_samples=2, prices=Prices(gpu_second=0.0, prompt=1e6))
+    async with guarded(Access(), None, ServerOptions(tiers=TierTable({"cheap": cheap}, "cheap"))) as client:
+        for more, field in (({"n": 3}, "n"), ({"vote": {"n": 3}}, "vote.n")):
+            refused = await client.post(ROUTES[0][0], json={**BODY, **more})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == field
+            assert "tier 'cheap' allows 2 samples" in refused.text
+        usage = (await client.post(ROUTES[0][0], json={**BODY, "n": 2})).json()["usage"]
+    assert usage["thinkfold"]["cost"] == usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_there_are_few_tiers_because_they_are_labels() -> None:

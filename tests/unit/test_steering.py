@@ -8,6 +8,7 @@ import math
 import pytest
 from scripted import language
 
+from thinkfold.control.embedding import unit
 from thinkfold.control.presets import PRESETS
 from thinkfold.control.probing import Observer
 from thinkfold.control.rule import AtBoundary, BoundaryKind, Wrote
@@ -69,10 +70,16 @@ def output(*found: CompletionOutput, finished: bool = False) -> RequestOutput:
 
 
 async def steer(
-    engine: Asked, control: dict, *, paragraphs: int = 8, grammar: bool = False, ending: str = ""
+    engine: Asked,
+    control: dict,
+    *,
+    paragraphs: int = 8,
+    grammar: bool = False,
+    ending: str = "",
+    on: Steersman | None = None,
 ) -> Steersman:
     """A response with a paragraph every 160 tokens, steered to its end."""
-    steersman = Steersman(engine, language()[2], (5,), "pebble")
+    steersman = on or Steersman(engine, language()[2], (5,), "pebble")
     steering = steersman.begin("r", parse_control(control), grammar=grammar)
     assert steering is not None
     for number in range(1, paragraphs + 1):
@@ -135,6 +142,20 @@ async def test_probes_that_agree_end_thinking_and_the_reason_names_the_rule():
     assert steersman.decisions == {("consistency", "stopped"): 1}
 
 
+class Alike:
+    """An embedder to which all texts are near each other, as near as `cosine` says."""
+
+    def embed(self, texts):
+        return [unit((1.0, 0.0) if index % 2 else (0.8, 0.6)) for index, _ in enumerate(texts)]
+
+
+@pytest.mark.parametrize(("min_cosine", "classes"), [(0.75, 1), (0.9, 2)])
+def test_the_operators_embedder_compares_prose(min_cosine, classes):
+    steersman = Steersman(Asked(), language()[2], (), "pebble", embedder=Alike(), min_cosine=min_cosine)
+    found = steersman.equality().partition(["it is the red one there", "a house of that colour"])
+    assert len(found.classes) == classes
+
+
 async def test_peeks_end_thinking():
     engine = Asked()
     await steer(engine, {"early_stop": {"entropy": 0.1}})
@@ -168,10 +189,15 @@ async def test_shadow_mode_stops_nothing_and_compares_with_the_answer(ending, ou
 
 
 async def test_a_rule_that_disagreed_too_often_is_off():
+    """Eleven live traces in shadow mode with another answer are more than 2 % of 500: the next one is not stopped."""
     engine = Asked()
     steersman = Steersman(engine, language()[2], (5,), "pebble")
-    for _ in range(11):
-        steersman.board.record("consistency", "pebble", "", agreed=False)
+    for number in range(11):
+        assert steersman.board.off == (), number
+        wish = {"early_stop": {"consistency": "2/2"}, "shadow": True}
+        await steer(engine, wish, paragraphs=5, ending="\\boxed{41}", on=steersman)
+    assert steersman.board.off == (("consistency", ""),)
+    assert steersman.decisions == {("consistency", "disagreed"): 11}
     steering = steersman.begin("r", parse_control({"early_stop": {"consistency": "2/2"}}), grammar=False)
     assert steering is not None
     for number in range(1, 6):

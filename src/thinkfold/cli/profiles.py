@@ -25,6 +25,9 @@ PROFILES: Mapping[str, Mapping[str, Choice]] = {
         "default_thinking_budget": Choice(4_096, "a step of an agent is short; who needs more names it"),
         "kv_cache_dtype": Choice("fp8_e4m3", "many short requests at once: half the KV each"),
         "fold_policy": Choice("pressure", "short thinking is folded only instead of forcing a request out"),
+        "early_stop": Choice(
+            "balanced", "a step whose answer is settled goes on at once; requests with tools only drop loops"
+        ),
     },
     "maths": {
         "default_thinking_budget": Choice(65_536, "proofs and long sums think for tens of thousands of tokens"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinkfold.cli.engine_flags import POSITIONAL, add_engine_flags, add_flags
 from thinkfold.cli.settings import Resolved, ServeSettings, resolve
-from thinkfold.types import Prices
+from thinkfold.types import ControlParams, Prices
 
 if TYPE_CHECKING:
     import uvicorn
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from thinkfold.server.state import ServerOptions
 
 ENGINE_DIED = 1
-FOLD_LOG = "thinkfold.server.folds"  # one line a fold
+TOLD = ("thinkfold.server.folds", "thinkfold.engine.steering")  # loggers of one line a fold, and a stop
 _WATCH_S = 0.5
 _LAST_WORDS_S = 5  # after the drain requests get an error, which their clients have this long to read
 
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     for line in settings.explained():
         print(line, flush=True)
     options, access = server_options(settings.serve, settings.prices), access_rules(settings.serve, os.environ)
-    logging.getLogger(FOLD_LOG).setLevel(logging.INFO)
+    for name in TOLD:
+        logging.getLogger(name).setLevel(logging.INFO)
     prefixes = warm_prefixes(settings.serve)
     sock = _listen(settings.serve.host, settings.serve.port)
     try:
@@ -83,6 +84,7 @@ def server_options(settings: ServeSettings, prices: Prices | None = None) -> Ser
         session_ttl_s=settings.session_ttl_s,
         step_cache_answers=settings.step_cache_answers,
         step_cache_ttl_s=settings.step_cache_ttl_s,
+        control=ControlParams(settings.early_stop),
     )
 
 

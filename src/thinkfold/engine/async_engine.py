@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Self
 
 from thinkfold.config import EngineConfig
+from thinkfold.control.embedding import Embedder, configured_embedder
 from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.build import build_core
@@ -59,13 +60,15 @@ class Health:
 class AsyncEngine(Controls):
     """One model, served to many requests at once. Build it with `await AsyncEngine.start(config)`."""
 
-    def __init__(self, config: EngineConfig, prompts: PromptRenderer, language: Language) -> None:
+    def __init__(
+        self, config: EngineConfig, prompts: PromptRenderer, language: Language, embedder: Embedder | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.prompts = prompts
         self.family = language.family
-        name = config.served_model_name or config.model
-        self._steersman = Steersman(self, language.family, language.opener_ids, name)
+        name, near = config.served_model_name or config.model, config.answer_min_cosine
+        self._steersman = Steersman(self, self.family, language.opener_ids, name, embedder=embedder, min_cosine=near)
         self._token_id = lru_cache(256)(language.single_token)
         self._grammars: AnswerGrammars | None = None
         self._model: ModelInfo | None = None
@@ -91,8 +94,9 @@ class AsyncEngine(Controls):
         EngineDeadError if the core cannot be built.
         """
         language = await asyncio.to_thread(load_language, config)
+        embedder = await asyncio.to_thread(configured_embedder, config)
         prompts = PromptRenderer(language.tokenizer, normalize=config.normalize_prompts, markers=language.markers)
-        engine = cls(config, prompts, language)
+        engine = cls(config, prompts, language, embedder)
         engine.resolve_fold(None)  # a default that cannot be honoured is no reason to load a model
         own_process = config.own_process
         if own_process is None:
@@ -270,7 +274,8 @@ class AsyncEngine(Controls):
 
     def stats(self) -> EngineStats:
         """The core's latest counters and gauges, and the decisions of early stopping."""
-        return replace(self._stats, decisions=dict(self._steersman.decisions))
+        steersman = self._steersman
+        return replace(self._stats, decisions=dict(steersman.decisions), rules_off=steersman.board.off)
 
     async def stop(self) -> None:
         """End the core; running requests get EngineDeadError."""

@@ -90,6 +90,7 @@ class EngineStats:
     thinking_by_reason: dict[str, int] = field(default_factory=dict)
     pressure: dict[str, int] = field(default_factory=dict)
     decisions: dict[tuple[str, str], int] = field(default_factory=dict)  # of early stopping, by rule and outcome
+    rules_off: tuple[tuple[str, str], ...] = ()  # (rule, task) that disagreed too often in shadow mode
 
     def add(self, costs: Costs) -> None:
         """A request has ended."""

@@ -143,7 +143,8 @@ class Orders:
         if order.choice is not None:
             raise ConflictError("a budget is one for all choices")
         request = running.request
-        most = request.tier.budget  # nobody leaves a tier while running
+        ceilings = (request.tier.budget, request.service.session_budget)  # nobody leaves them while running
+        most = min((each for each in ceilings if each is not None), default=None)
         above = most is not None and (order.budget == UNLIMITED or order.budget > most)
         budget = most if above and most is not None else order.budget
         policy = changed_policy(request.thinking, budget, request.sampling.max_tokens or budget)

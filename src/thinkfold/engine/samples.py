@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
@@ -33,6 +34,7 @@ from thinkfold.types import (
 
 _ONCE = ("prompt_tokens", "cached_tokens")  # of the first wave only
 _SEEDS = 2**62
+_NEXT_TO_NOTHING = 1e-9  # of money: thinking ends at once
 
 
 class Sampled(Protocol):
@@ -108,8 +110,10 @@ class Sample:
 class Samples:
     """Always `close` them: that ends what still runs."""
 
-    def __init__(self, engine: Sampled, question: Question) -> None:
+    def __init__(self, engine: Sampled, question: Question, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
+        self._began = clock()
         self.question = question
         self.all: list[Sample] = []
         self._seed = secrets.randbits(62) if question.sampling.seed is None else question.sampling.seed
@@ -154,7 +158,7 @@ class Samples:
 
     def output(self, outcome: Outcome, chosen: Sample | None = None, *, finished: bool = False) -> RequestOutput:
         """The news of all of them: where the decision stands and, at the end, the sample to show as choice 0."""
-        last = self._last[max(self._last)]
+        first, last = self._last[min(self._last)], self._last[max(self._last)]
         shown = CompletionOutput(0, phase=Phase.THINKING)
         if chosen is not None and chosen.output is not None:
             shown = replace(chosen.output, index=0)
@@ -164,6 +168,7 @@ class Samples:
             request_id=self.question.request_id,
             outputs=[shown],
             costs=self.costs(),
+            limits=first.limits,
             finished=finished,
             error=errors[0] if finished and errors and not any(s.answered for s in self.all) else None,
             outcome=outcome,
@@ -181,6 +186,18 @@ class Samples:
                     setattr(total, name, mine + more)
         return total
 
+    def _left(self) -> Service | None:
+        """What earlier waves leave of the deadline and the cost of them all."""
+        service = self.question.service
+        if service is None or not self._last:
+            return service
+        deadline, cost = service.deadline_ms, service.max_cost
+        if deadline is not None:
+            deadline = max(1, deadline - round(1000 * (self._clock() - self._began)))
+        if cost is not None:
+            cost = max(_NEXT_TO_NOTHING, cost - service.prices.cost(self.costs()))
+        return replace(service, deadline_ms=deadline, max_cost=cost)
+
     async def _run(self, wave: int, samples: Sequence[Sample]) -> None:
         asked = self.question
         sampling = replace(asked.sampling, n=len(samples), seed=(self._seed + samples[0].number) % _SEEDS)
@@ -191,7 +208,7 @@ class Samples:
             asked.fold,
             request_id=samples[0].request_id,
             namespace=asked.namespace,
-            service=asked.service,
+            service=self._left(),
             control=asked.control,
         )
         try:

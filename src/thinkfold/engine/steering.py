@@ -14,7 +14,8 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from thinkfold.control.early_stop import EarlyStopping, Guards
-from thinkfold.control.equality import Equality
+from thinkfold.control.embedding import Embedder
+from thinkfold.control.equality import MIN_COSINE, Equality
 from thinkfold.control.extract import extract
 from thinkfold.control.probing import PROBE_STOPS, Observer, peeked, probed
 from thinkfold.control.rule import Action, EndThinking, Observation, Peek, Probe, Probed
@@ -50,12 +51,22 @@ class Steersman:
     of rules in shadow mode `agreed` or `disagreed`.
     """
 
-    def __init__(self, engine: Steered, family: Family | None, opener_ids: tuple[int, ...], model: str) -> None:
+    def __init__(
+        self,
+        engine: Steered,
+        family: Family | None,
+        opener_ids: tuple[int, ...],
+        model: str,
+        *,
+        embedder: Embedder | None = None,
+        min_cosine: float = MIN_COSINE,
+    ) -> None:
         self.engine = engine
         self.board = Scoreboard()
         self.decisions: Counter[tuple[str, str]] = Counter()
         self.model = model
         self.symbolic = Symbolic()
+        self._embedder, self._min_cosine = embedder, min_cosine
         self._family = family
         self._suffix = (*family.force_ids, *opener_ids) if family else ()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,6 +75,10 @@ class Steersman:
     def can_look(self) -> bool:
         """Whether probes can be taken and thinking be ended."""
         return self._family is not None and bool(self._family.force_ids)
+
+    def equality(self) -> Equality:
+        """A relation of its own for one vote or choice, with the helpers that all share."""
+        return Equality(self.symbolic, self._embedder, min_cosine=self._min_cosine)
 
     def begin(self, request_id: str, params: ControlParams | None, *, grammar: bool) -> Steering | None:
         """Steer a request that is about to start; None where it asks for nothing. Raises UnsupportedError."""
@@ -140,7 +155,7 @@ class Steering:
 
     def _rules(self) -> EarlyStopping:
         off = self._steersman.board.switched_off(self._steersman.model, self._params.task or "")
-        return EarlyStopping(self._params, self._guards, switched_off=off, equality=Equality(self._steersman.symbolic))
+        return EarlyStopping(self._params, self._guards, switched_off=off, equality=self._steersman.equality())
 
     def _take(self, choice: _Choice, news: CompletionOutput) -> None:
         for seen in choice.observer.read(news):

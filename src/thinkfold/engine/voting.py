@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from thinkfold.control.ballot import VoteClass
-from thinkfold.control.equality import Equality
 from thinkfold.control.facts import read_probe
 from thinkfold.control.rule import Probe, Probed
 from thinkfold.control.schedule import MAX_PROBE_TOKENS
@@ -53,7 +52,7 @@ class _Vote:
     def __init__(
         self, samples: Samples, params: VoteParams, steersman: Steersman, *, in_flight: bool, tick_tokens: int | None
     ) -> None:
-        self.voting = Voting(params, Equality(steersman.symbolic), in_flight=in_flight and steersman.can_look)
+        self.voting = Voting(params, steersman.equality(), in_flight=in_flight and steersman.can_look)
         self._samples, self._params, self._steersman = samples, params, steersman
         self._tick = tick_tokens or self.voting.tick_tokens
         self._next_tick = self._tick

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+from thinkfold.engine.sessions import SessionStore
 from thinkfold.server import chat, completions, control, engine_view, errors, health, metrics, models, partial, prefixes
 from thinkfold.server.access import admin
 from thinkfold.server.access.gate import Access, Gate
 from thinkfold.server.agents import routes as agent_routes
-from thinkfold.server.agents.sessions import SessionStore
 from thinkfold.server.agents.step_cache import StepCache
 from thinkfold.server.contract import Engine, EngineSlot
 from thinkfold.server.messages import routes as messages

@@ -25,7 +25,7 @@ from thinkfold.server.state import state_of
 from thinkfold.server.structured import ResponseFormat
 from thinkfold.server.tools import Tool, Toolbox, ToolChoice, known_format
 from thinkfold.server.turns import NextTurn
-from thinkfold.types import ControlParams, Grammar, VoteParams, parse_vote
+from thinkfold.types import ControlParams, Grammar, VoteParams
 
 router = APIRouter()
 
@@ -40,7 +40,6 @@ class ChatRequest(RequestFields):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    vote: bool | dict[str, Any] | None = None
     # Understood and refused: only null or the value that asks for nothing.
     store: Literal[False] | None = None
     functions: None = None
@@ -69,11 +68,10 @@ class ChatRequest(RequestFields):
     def control_params(self) -> ControlParams | None:
         """Of a request with tools only loops are stopped."""
         params = super().control_params()
-        return replace(params, task="tools") if params is not None and self.tools else params
+        return replace(params or ControlParams(), task="tools") if self.tools else params
 
     def decision(self) -> VoteParams | None:
-        """How the reply is decided over several samples, None for one reply. Raises ParameterError."""
-        how = parse_vote(self.vote)
+        how = super().decision()
         if how is not None and self.tools:
             raise ParameterError(how.field, "goes without tools: calls are not compared")
         return how
@@ -132,10 +130,10 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         wish=body.thinkfold,
         events=body.wants_events,
         turn=turn,
-        parameters=(toolbox.for_template(), body.reasoning_effort, body.control_params()),
+        parameters=(toolbox.for_template(), body.reasoning_effort),
         control=body.control_params(),
         how=body.decision(),
-        names={**FIELD_NAMES, "prompt": "messages"},
+        names={**FIELD_NAMES, **body.vote_names, "prompt": "messages"},
     )
     shape = ChatShape(num_logprobs, engine.prompts.token_bytes, calls)
     return job, ChunkWriter(job, shape, include_usage=body.include_usage)

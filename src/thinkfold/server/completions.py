@@ -25,7 +25,7 @@ from thinkfold.server.generation import Job, respond
 from thinkfold.server.logprobs import TextPosition, TokenBytes, legacy_logprobs
 from thinkfold.server.reply import Choice
 from thinkfold.server.state import ServerState, state_of
-from thinkfold.types import CompletionOutput
+from thinkfold.types import CompletionOutput, VoteParams
 
 router = APIRouter()
 
@@ -120,11 +120,20 @@ def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tup
         wish=body.thinkfold,
         events=body.wants_events,
         control=body.control_params(),
-        names=FIELD_NAMES,
+        how=_decision(body, len(prompts)),
+        names={**FIELD_NAMES, **body.vote_names},
     )
     return job, ChunkWriter(
         job, CompletionShape(body.logprobs, engine.prompts.token_bytes), include_usage=body.include_usage
     )
+
+
+def _decision(body: CompletionRequest, prompts: int) -> VoteParams | None:
+    """How samples of the one prompt decide. Raises ParameterError."""
+    how = body.decision()
+    if how is not None and prompts > 1:
+        raise ParameterError("prompt", f"a {how.field} is over samples of one prompt, got {prompts}")
+    return how
 
 
 def _check_queue(config: EngineConfig, prompts: int, n: int) -> None:

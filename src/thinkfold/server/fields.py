@@ -11,9 +11,9 @@ from thinkfold.server.body import StrictModel
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import ModelNotFoundError, renamed
 from thinkfold.server.folds import FIELD_NAMES, ThinkfoldFields
-from thinkfold.server.policy import ThinkingFields
+from thinkfold.server.policy import ThinkingFields, agreed
 from thinkfold.server.structured import StructuredOutputs
-from thinkfold.types import ControlParams, FoldParams, Grammar, SamplingParams, parse_control
+from thinkfold.types import ControlParams, FoldParams, Grammar, SamplingParams, VoteParams, parse_control, parse_vote
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -37,6 +37,7 @@ class SharedFields(StrictModel):
     structured_outputs: StructuredOutputs | None = None
     early_stop: dict[str, Any] | None = None
     early_stop_threshold: dict[str, Any] | None = None
+    vote: bool | dict[str, Any] | None = None
     thinkfold: ThinkfoldFields | None = None
 
     @property
@@ -63,6 +64,20 @@ class SharedFields(StrictModel):
             return parse_control(given) if given else None
         except ParameterError as error:
             raise renamed(error, FIELD_NAMES) from None
+
+    def decision(self) -> VoteParams | None:
+        """How the reply is decided over several samples, None for one reply. Raises ParameterError."""
+        inside = self.thinkfold.vote if self.thinkfold else None
+        given = {name: wish for name, wish in (("vote", self.vote), ("thinkfold.vote", inside)) if wish is not None}
+        try:
+            return parse_vote(agreed(given))
+        except ParameterError as error:
+            raise renamed(error, self.vote_names) from None
+
+    @property
+    def vote_names(self) -> dict[str, str]:
+        """The engine's name of a vote -> the client's, where the object `thinkfold` holds it."""
+        return {"vote": "thinkfold.vote"} if self.vote is None and self.thinkfold and self.thinkfold.vote else {}
 
     @property
     def namespace(self) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ class ThinkfoldFields(StrictModel):
 
     fold: FoldFields | None = None
     control: dict[str, Any] | None = None
+    vote: bool | dict[str, Any] | None = None
     events: bool | None = None
     tier: str | None = None
     session: SessionFields | None = None

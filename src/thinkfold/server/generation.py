@@ -20,7 +20,7 @@ from thinkfold.server.feed import Feed
 from thinkfold.server.folds import EVENT, SEGMENT_EVENT, ThinkfoldFields, fold_data, log_fold, segment_data
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
-from thinkfold.server.serving import Serving, open_serving
+from thinkfold.server.serving import Asks, Serving, open_serving
 from thinkfold.server.state import owned, state_of
 from thinkfold.server.streaming import EventStream
 from thinkfold.server.turns import NextTurn, compute_ahead
@@ -91,18 +91,27 @@ class Job:
     names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields as the client knows them
 
     @property
+    def samples(self) -> int:
+        """Choices or votes of each prompt."""
+        return self.sampling.n if self.how is None else self.how.n
+
+    @property
     def thinking_choices(self) -> int:
         """Choices that may think."""
-        samples = self.sampling.n if self.how is None else self.how.n
-        return 0 if self.thinking.template_switch is False else len(self.prompts) * samples
+        return 0 if self.thinking.template_switch is False else len(self.prompts) * self.samples
+
+    def asks(self, engine: Engine) -> Asks:
+        """What its tier has to allow."""
+        field = "n" if self.how is None else f"{self.names.get(self.how.field, self.how.field)}.n"
+        return Asks(len(self.prompts), self.samples, field, self.control, engine.model.budget_enforced)
 
 
 async def respond(request: Request, engine: Engine, job: Job, writer: Writer) -> Response:
     """Run the job. Errors before the first output are raised, later ones end the stream."""
     state = state_of(request)
     namespace = owned(request, job.namespace)
-    depends = (job.model, job.namespace, job.thinking, *job.parameters)
-    serving = open_serving(request, job.wish, job.sampling, len(job.prompts), depends)
+    depends = (job.model, job.namespace, job.thinking, job.control, job.how, *job.parameters)
+    serving = open_serving(request, job.wish, job.sampling, job.asks(engine), depends)
     timer = state.metrics.timer(serving.service.tier.name, serving.slo)
     try:
         lease = state.access.lease(request, 0 if serving.answer else job.thinking_choices)
@@ -169,7 +178,7 @@ def _outputs(
             job.sampling,
             job.thinking,
             serving.fold,
-            job.control,
+            serving.control,
             request_id,
             namespace,
             serving.service,
@@ -183,7 +192,7 @@ def _outputs(
         request_id=request_id,
         namespace=namespace,
         service=serving.service,
-        **({} if job.control is None else {"control": job.control}),
+        **({} if serving.control is None else {"control": serving.control}),
     )
 
 

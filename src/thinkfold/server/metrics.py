@@ -187,6 +187,10 @@ def _engine_metrics(stats: EngineStats) -> Iterator[Metric]:
     for labels, value in stats.decisions.items():
         stops.add_metric(labels, value)
     yield stops
+    off = GaugeMetricFamily("thinkfold_stop_rules_off", "Rules that shadow mode switched off", labels=["rule", "task"])
+    for labels in stats.rules_off:
+        off.add_metric(labels, 1)
+    yield off
     rungs = CounterMetricFamily("thinkfold_pressure", "Rungs of the pressure ladder taken", labels=["rung"])
     yield _labelled(rungs, stats.pressure)
 

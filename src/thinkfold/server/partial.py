@@ -21,12 +21,14 @@ from thinkfold.server.control import controllable, handle_data
 from thinkfold.server.feed import Feed
 from thinkfold.server.fields import RequestFields, check_model, namespace_of
 from thinkfold.server.reply import Reply
-from thinkfold.server.serving import Serving, open_serving
+from thinkfold.server.serving import Asks, Serving, open_serving
 from thinkfold.server.state import ServerState, owned, state_of
 from thinkfold.types import CompletionOutput, RequestOutput, SamplingParams, Until
 
 router = APIRouter()
 
+_WHOLE = "is for whole responses, not for parts"
+_WHOLE_ONLY = ("session", "step_cache", "control", "vote", "events")
 _WITH_HANDLE = {"handle", "until", "n", "temperature", "seed", "model", "cache_salt", "prompt_cache_key", "user"}
 
 
@@ -52,6 +54,12 @@ class PartialRequest(RequestFields):
         """Raise ParameterError unless there is one start, and nothing that its handle has fixed."""
         if self.stream:
             raise ParameterError("stream", "a part is not streamed")
+        for name in ("early_stop", "early_stop_threshold", "vote"):
+            if getattr(self, name) is not None:
+                raise ParameterError(name, _WHOLE)
+        for name in _WHOLE_ONLY:
+            if self.thinkfold is not None and getattr(self.thinkfold, name) is not None:
+                raise ParameterError(f"thinkfold.{name}", _WHOLE)
         if sum(start is not None for start in (self.prompt, self.messages, self.handle)) != 1:
             raise ParameterError("handle", "give one of prompt, messages and handle")
         if self.handle is not None:
@@ -104,11 +112,8 @@ async def drop(request: Request, handle: str, cache_salt: str = "", prompt_cache
 
 
 def _serving(request: Request, body: PartialRequest) -> Serving:
-    """Tier and limits of what begins here. Raises ParameterError for what belongs to whole responses."""
-    for name in ("session", "step_cache"):
-        if body.thinkfold is not None and getattr(body.thinkfold, name) is not None:
-            raise ParameterError(f"thinkfold.{name}", "is for whole responses, not for parts")
-    return open_serving(request, body.thinkfold, SamplingParams(), 1)
+    """Tier and limits of what begins here. Raises ParameterError."""
+    return open_serving(request, body.thinkfold, SamplingParams(), Asks(samples=body.n or 1, can_stop=False))
 
 
 def _begin(

@@ -142,11 +142,7 @@ class Reply:
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object with ours in it; each prompt counts once, outputs add up, also of samples not shown."""
-        costs = self.costs()
-        completion = sum(choice.num_output_tokens for choice in self.choices)
-        reasoning = sum(choice.num_thinking_tokens for choice in self.choices)
-        if self.outcome is not None:
-            completion, reasoning = costs.thinking_tokens + costs.answer_tokens, costs.thinking_tokens
+        costs, (completion, reasoning) = self.costs(), self.written()
         return {
             "prompt_tokens": costs.prompt_tokens,
             "completion_tokens": completion,
@@ -155,6 +151,14 @@ class Reply:
             "completion_tokens_details": {"reasoning_tokens": reasoning},
             "thinkfold": self.bill(),
         }
+
+    def written(self) -> tuple[int, int]:
+        """Output tokens, and thinking tokens among them; where samples decided, also those that are not shown."""
+        if self.outcome is not None:
+            costs = self.costs()
+            return costs.thinking_tokens + costs.answer_tokens, costs.thinking_tokens
+        output = sum(choice.num_output_tokens for choice in self.choices)
+        return output, sum(choice.num_thinking_tokens for choice in self.choices)
 
     def bill(self) -> dict[str, Any]:
         """The three costs, and what limits, prices and kept answers add."""
@@ -165,9 +169,11 @@ class Reply:
         """Our own object: the effective policies and what became of segments."""
         assert self._policies is not None
         states = [state for c in self.choices for state in segment_states(c.index, c.segments, c.folds)]
-        more = {} if self._serving is None else self._serving.shown()
+        serving, policy = self._serving, echo(*self._policies)
+        more = {} if serving is None else serving.shown()
+        policy |= {} if serving is None else serving.policy()
         decided = {} if self.outcome is None else {self.outcome.kind: asdict(self.outcome)}
-        return {"policy": echo(*self._policies), "segments": states, **more, **decided}
+        return {"policy": policy, "segments": states, **more, **decided}
 
 
 def three_costs(costs: Costs) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastapi import Request
 
+from thinkfold.engine.sessions import SessionCall
 from thinkfold.errors import ParameterError
-from thinkfold.server.agents.sessions import SessionCall
 from thinkfold.server.agents.step_cache import Answer, StepCache, key_of
 from thinkfold.server.errors import renamed
 from thinkfold.server.folds import FIELD_NAMES, ThinkfoldFields
@@ -17,6 +17,7 @@ from thinkfold.server.state import ServerState, state_of, tenant_of
 from thinkfold.server.tiers import ServedTier, Slo
 from thinkfold.types import (
     CompletionOutput,
+    ControlParams,
     Costs,
     FinishReason,
     FoldParams,
@@ -30,13 +31,31 @@ from thinkfold.types import (
 NO_WISH = ThinkfoldFields()
 
 
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """How much a request asks for: so many `samples` of each prompt, by its field of that name, and which rules.
+
+    `can_stop` says that this model's thinking can be ended from outside.
+    """
+
+    prompts: int = 1
+    samples: int = 1
+    field: str = "n"
+    control: ControlParams | None = None
+    can_stop: bool = True
+
+
 @dataclass(slots=True)
 class Serving:
-    """`fold` is the request's wish with its tier's behind it. `close` it once the request has ended, however."""
+    """`fold` and `control` are the request's wishes with its tier's behind them.
+
+    `close` it once the request has ended, however.
+    """
 
     tenant: str
     service: Service
     fold: FoldParams | None = None
+    control: ControlParams | None = None
     slo: Slo | None = None
     call: SessionCall | None = None
     cache: StepCache | None = None
@@ -70,6 +89,10 @@ class Serving:
         """What the reply's own object says of the session."""
         return {} if self.call is None else {"session": self.call.view()}
 
+    def policy(self) -> dict[str, Any]:
+        """What the reply's policy says of early stopping: the effective wish, null where nothing was asked for."""
+        return {"control": None if self.control is None or not self.control.asks else asdict(self.control)}
+
     def usage(self, costs: Costs) -> dict[str, Any]:
         """What usage says beside the three costs: the bill where a limit or a price is set, the cache's mark."""
         service, more = self.service, {}
@@ -98,27 +121,34 @@ def open_serving(
     request: Request,
     wish: ThinkfoldFields | None,
     sampling: SamplingParams,
-    prompts: int,
+    asks: Asks,
     parameters: Sequence[object] = (),
 ) -> Serving:
     """What a request gets. `parameters` are what else than its step an answer depends on. Raises ParameterError."""
     state, tenant, wish = state_of(request), tenant_of(request), wish or NO_WISH
     served, asked = tier_of(request, state, wish), wish.fold_params()
-    if wish.session is not None:
-        wish.session.check()
+    prompts, prices = asks.prompts, state.options.prices
+    if served is not None:
+        served.check_samples(asks.field, asks.samples)
+        prices = served.prices or prices
     if wish.step_cache is not None:
         wish.step_cache.check(sampling, prompts)
     try:
+        session = wish.session.params() if wish.session is not None else None
         service = Service(
             Tier() if served is None else served.tier,
             deadline_ms=wish.deadline_ms,
             max_cost=wish.max_cost,
-            prices=state.options.prices,
+            prices=prices,
         )
     except ParameterError as error:
         raise renamed(error, FIELD_NAMES) from None
     serving = Serving(
-        tenant, service, asked if served is None else served.fold_of(asked), served.slo if served else None
+        tenant,
+        service,
+        asked if served is None else served.fold_of(asked),
+        _control_of(asks, served, state.options.control),
+        served.slo if served else None,
     )
     if wish.step_cache is not None:
         if state.step_cache.most < 1:
@@ -127,12 +157,19 @@ def open_serving(
         serving.cache = state.step_cache
         serving.key = key_of(tenant, wish.step_cache.step, tier, request.url.path, sampling, *parameters)
         serving.answer = None if wish.step_cache.bypass else state.step_cache.get(serving.key)
-    if wish.session is not None:
-        choices = 0 if serving.answer is not None else prompts * sampling.n
-        serving.call = state.sessions.open(tenant, wish.session.id, wish.session.total_budget, choices)
-        serving.service = _with_budget(service, serving.call)
+    if session is not None:
+        choices = 0 if serving.answer is not None else prompts * asks.samples
+        try:
+            serving.call = state.sessions.open(tenant, session, choices)
+        except ParameterError as error:
+            raise renamed(error, FIELD_NAMES) from None
+        serving.service = replace(service, session_budget=serving.call.budget)
     return serving
 
 
-def _with_budget(service: Service, call: SessionCall) -> Service:
-    return Service(service.tier, call.budget, service.deadline_ms, service.max_cost, service.prices)
+def _control_of(asks: Asks, served: ServedTier | None, default: ControlParams | None) -> ControlParams | None:
+    """The request's own rules first, then its tier's, then the server's; only its own where nothing can be ended."""
+    if not asks.can_stop:
+        return asks.control
+    behind = served.control if served is not None and served.control is not None else default
+    return behind if asks.control is None else asks.control.over(behind)

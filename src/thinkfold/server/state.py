@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from thinkfold.engine.sessions import SessionStore
 from thinkfold.server.access.gate import Access
-from thinkfold.server.agents.sessions import SessionStore
 from thinkfold.server.agents.step_cache import StepCache
 from thinkfold.server.contract import EngineSlot
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.metrics import ServerMetrics
 from thinkfold.server.responses.store import ResponseStore
 from thinkfold.server.tiers import TierTable
-from thinkfold.types import Prices
+from thinkfold.types import ControlParams, Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class ServerOptions:
 
     Finished responses are stored for `response_ttl_s` seconds since they were last used; with 0 bytes
     none are. `cors_origins` are the origins whose pages may call; none by default. `page` serves ours at `/`.
-    Agent sessions live for
-    `session_ttl_s` seconds since their last call, kept answers of plan steps for `step_cache_ttl_s`.
+    Agent sessions live for `session_ttl_s` seconds since their last call, kept answers of plan steps for
+    `step_cache_ttl_s`. `control` is for requests that ask for no early stopping themselves, nor by their tier.
     """
 
     max_body_bytes: int = 64 * 1024 * 1024
@@ -41,6 +41,7 @@ class ServerOptions:
     session_ttl_s: float = 3600.0
     step_cache_answers: int = 4096
     step_cache_ttl_s: float = 3600.0
+    control: ControlParams | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from thinkfold.errors import ParameterError, UnsupportedError
+from thinkfold.errors import ParameterError
 from thinkfold.server.access.keys import ApiKey, KeyTable
-from thinkfold.types import FoldMode, FoldParams, Tier, parse_control
+from thinkfold.types import MAX_N, ControlParams, FoldMode, FoldParams, Prices, Tier, parse_control
 from thinkfold.types.checks import integer
 
 MAX_TIERS = 16  # their names are labels of metrics
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _OWN = ("budget", "weight", "kv_quota")
-_KNOWN = (*_OWN, "prefer", "fold", "control", "slo")
+_KNOWN = (*_OWN, "max_samples", "prefer", "fold", "control", "prices", "slo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,26 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class ServedTier:
-    """A tier, how its requests fold unless they say otherwise, and what it promises."""
+    """A tier, how its requests fold and stop unless they say otherwise, and what it promises.
+
+    `max_samples` bounds the choices or votes that one request may ask for a prompt; `prices` None are the server's.
+    """
 
     tier: Tier
     fold: FoldParams | None = None
     slo: Slo | None = None
+    control: ControlParams | None = None
+    max_samples: int | None = None
+    prices: Prices | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_samples is not None:
+            integer("max_samples", self.max_samples, 1, MAX_N)
+
+    def check_samples(self, field: str, samples: int) -> None:
+        """Raise ParameterError that names `field` for more samples than the tier allows."""
+        if self.max_samples is not None and samples > self.max_samples:
+            raise ParameterError(field, f"tier {self.tier.name!r} allows {self.max_samples} samples, got {samples}")
 
     def fold_of(self, asked: FoldParams | None) -> FoldParams | None:
         """What a request that asks for `asked` gets: its own words first, then the tier's."""
@@ -116,14 +131,15 @@ def _tier(name: str, table: Mapping[str, Any]) -> ServedTier:
     _known(where, table, _KNOWN)
     if "budget" not in table:
         raise ParameterError(f"{where}.budget", "is missing: a tier says how long its requests may think")
-    for part in ("fold", "control", "slo"):
+    for part in ("fold", "control", "prices", "slo"):
         if not isinstance(table.get(part, {}), dict):
             raise ParameterError(f"{where}.{part}", "must be a table")
     try:
         tier = Tier(name, **{field: table[field] for field in _OWN if field in table})
         slo = _made(Slo, "slo", table["slo"]) if "slo" in table else None
-        _check_control(table.get("control", {}))
-        return ServedTier(tier, _fold(table), slo)
+        control = _control(table["control"]) if "control" in table else None
+        prices = _made(Prices, "prices", {"gpu_second": 0.0, **table["prices"]}) if table.get("prices") else None
+        return ServedTier(tier, _fold(table), slo, control, table.get("max_samples"), prices)
     except ParameterError as error:
         raise type(error)(f"{where}.{error.field}", error.message) from None
 
@@ -137,10 +153,11 @@ def _fold(table: Mapping[str, Any]) -> FoldParams | None:
     return _made(FoldParams, "fold", wish) if wish else None
 
 
-def _check_control(table: Mapping[str, Any]) -> None:
-    """Early stopping is not run by the engine yet: presets that ask for it are refused, not ignored."""
-    if parse_control(table).asks:
-        raise UnsupportedError("control", "early stopping is not run by this engine yet; only preset exact is")
+def _control(table: Mapping[str, Any]) -> ControlParams:
+    try:
+        return parse_control(table)
+    except ParameterError as error:
+        raise type(error)(f"control.{error.field.removeprefix('control.')}", error.message) from None
 
 
 def _made(kind: type[Any], field: str, table: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from thinkfold.types.probe import ProbeResult
 from thinkfold.types.request import EngineRequest, PromptState
 from thinkfold.types.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
 from thinkfold.types.service import Prices, Service, Tier
+from thinkfold.types.session import SessionParams, SessionState
 from thinkfold.types.thinking import DEFAULT_THINKING_BUDGET, EFFORT_BUDGETS, UNLIMITED, ThinkingParams, ThinkingPolicy
 from thinkfold.types.until import Handle, Until
 from thinkfold.types.vote import BestOfParams, SearchParams, VoteParams, parse_best_of, parse_search, parse_vote
@@ -77,6 +78,8 @@ __all__ = [
     "SearchParams",
     "Segment",
     "Service",
+    "SessionParams",
+    "SessionState",
     "ThinkingEndReason",
     "ThinkingParams",
     "ThinkingPolicy",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -87,6 +87,12 @@ class ControlParams:
     def asks(self) -> bool:
         """Whether any rule may stop thinking early or be watched."""
         return self.early_stop is not None or self.preset not in (None, Preset.EXACT)
+
+    def over(self, default: ControlParams | None) -> ControlParams:
+        """These rules where a preset or knobs are given, else those of `default`; a declared `task` stays."""
+        if default is None or self.preset is not None or self.early_stop is not None:
+            return self
+        return replace(default, task=self.task or default.task)
 
 
 def parse_control(given: Mapping[str, Any]) -> ControlParams:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
-from thinkfold.types import SamplingParams
-from thinkfold.types.checks import integer
+from thinkfold.types import SamplingParams, SessionParams
 
-MAX_TOTAL = 1 << 40
 MAX_STEP_CHARS = 16_384
-_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class SessionFields(StrictModel):
@@ -20,14 +15,9 @@ class SessionFields(StrictModel):
     id: str
     total_budget: int | None = None
 
-    def check(self) -> None:
-        """Raise ParameterError for a wrong value."""
-        if _ID.fullmatch(self.id) is None:
-            raise ParameterError(
-                "thinkfold.session.id", "must be 1 to 128 letters, digits, dots, colons, dashes, underscores"
-            )
-        if self.total_budget is not None:
-            integer("thinkfold.session.total_budget", self.total_budget, 1, MAX_TOTAL)
+    def params(self) -> SessionParams:
+        """Raises ParameterError."""
+        return SessionParams(self.id, self.total_budget)
 
 
 class StepCacheFields(StrictModel):

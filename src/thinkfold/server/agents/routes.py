@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,8 @@ router = APIRouter()
 @router.get("/v1/thinkfold/sessions/{session_id}")
 async def show(request: Request, session_id: str) -> dict[str, Any]:
     """Budget, what is spent, and when it is forgotten."""
-    return state_of(request).sessions.show(tenant_of(request), session_id)
+    shown = state_of(request).sessions.show(tenant_of(request), session_id)
+    return {"object": "thinkfold.session", **asdict(shown)}
 
 
 @router.delete("/v1/thinkfold/sessions/{session_id}")

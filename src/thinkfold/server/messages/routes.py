@@ -67,6 +67,7 @@ def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: 
         events=body.wants_events,
         turn=chat.turn(thinking),
         control=body.control_params(),
-        names=NAMES,
+        how=body.decision(),
+        names={**NAMES, **body.vote_names},
     )
     return job, MessageWriter(job, seal, omits_thinking=body.omits_thinking)

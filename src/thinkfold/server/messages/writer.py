@@ -123,12 +123,12 @@ def _more(reply: Reply) -> dict[str, Any]:
 
 def _usage(reply: Reply) -> dict[str, Any]:
     """Input tokens are those that the prefix cache did not have."""
-    costs, choice = reply.costs(), reply.choices[0]
+    costs, (output, thinking) = reply.costs(), reply.written()
     return {
         "input_tokens": costs.prompt_tokens - costs.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": costs.cached_tokens,
-        "output_tokens": choice.num_output_tokens,
-        "output_tokens_details": {"thinking_tokens": choice.num_thinking_tokens},
+        "output_tokens": output,
+        "output_tokens_details": {"thinking_tokens": thinking},
         "thinkfold": reply.bill(),
     }

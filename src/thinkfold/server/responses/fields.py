@@ -89,7 +89,13 @@ class ResponsesRequest(ThinkingFields, SharedFields):
     @property
     def names(self) -> dict[str, str]:
         """The engine's names of fields -> the client's."""
-        names = {**FIELD_NAMES, "prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        names = {
+            **FIELD_NAMES,
+            **self.vote_names,
+            "prompt": "input",
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+        }
         by_object = self.reasoning is not None and self.reasoning.effort is not None
         return names | ({"reasoning_effort": "reasoning.effort"} if by_object else {})
 

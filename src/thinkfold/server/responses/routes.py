@@ -98,6 +98,7 @@ def _prepare(
         events=body.wants_events,
         turn=prompt.turn(thinking),
         control=body.control_params(),
+        how=body.decision(),
         names=body.names,
     )
     frame = Frame(

@@ -197,12 +197,12 @@ def _answers(logprobs: Sequence[TokenLogprobs]) -> Iterator[list[TokenLogprobs]]
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    costs, choice = reply.costs(), reply.choices[0]
+    costs, (output, thinking) = reply.costs(), reply.written()
     return {
         "input_tokens": costs.prompt_tokens,
         "input_tokens_details": {"cached_tokens": costs.cached_tokens},
-        "output_tokens": choice.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": choice.num_thinking_tokens},
-        "total_tokens": costs.prompt_tokens + choice.num_output_tokens,
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": thinking},
+        "total_tokens": costs.prompt_tokens + output,
         "thinkfold": reply.bill(),
     }

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinkfold.errors import NotFoundError, ParameterError
-from thinkfold.server.access.errors import RateLimitError
-from thinkfold.types import RequestOutput
+from thinkfold.errors import NotFoundError, ParameterError, SessionsFullError
+from thinkfold.types import RequestOutput, SessionParams, SessionState
 
 FLOOR = 256  # thinking tokens that a call gets however much its session has spent
 _BUSY_RETRY_S = 5.0
@@ -45,36 +44,41 @@ class SessionStore:
     A session with a running call stays.
     """
 
-    def __init__(self, most: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int = 10_000, ttl_s: float = 3600.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
         self.ttl_s = ttl_s
         self._clock = clock
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
 
-    def open(self, tenant: str, name: str, total: int | None, choices: int) -> SessionCall:
-        """A call of a session begins. Raises ParameterError, and RateLimitError where all that fit are busy."""
+    def open(self, tenant: str, asked: SessionParams, choices: int) -> SessionCall:
+        """A call of a session begins, for so many choices. Close it once.
+
+        Raises ParameterError, and SessionsFullError where all sessions that fit are busy.
+        """
         self._evict()
+        name, total = asked.id, asked.total_budget
         session = self._sessions.get((tenant, name))
         if session is None:
             if total is None:
-                raise ParameterError("thinkfold.session.total_budget", f"session {name!r} begins with it")
+                raise ParameterError("session.total_budget", f"session {name!r} begins with it")
             self._make_place()
             session = self._sessions[tenant, name] = Session(total, 0.0)
         elif total not in (None, session.total):
             raise ParameterError(
-                "thinkfold.session.total_budget", f"session {name!r} has {session.total}; delete it to begin anew"
+                "session.total_budget", f"session {name!r} has {session.total}; delete it to begin anew"
             )
         self._touch(tenant, name, session)
         return SessionCall(self, tenant, name, session, choices)
 
-    def show(self, tenant: str, name: str) -> dict[str, Any]:
+    def show(self, tenant: str, name: str) -> SessionState:
         """Where a session stands. Raises NotFoundError."""
         self._evict()
         session = self._sessions.get((tenant, name))
         if session is None:
             raise NotFoundError(f"there is no session {name!r:.130}")
-        left = {"expires_in_s": round(session.expires - self._clock(), 3)}
-        return {**view(name, session), "calls": session.calls, "cached_answers": session.hits, **left}
+        left = round(session.expires - self._clock(), 3)
+        total, spent, remaining = session.total, session.spent, session.remaining
+        return SessionState(name, total, spent, remaining, session.calls, session.hits, left)
 
     def delete(self, tenant: str, name: str) -> None:
         """Forget a session; its running calls go on. Raises NotFoundError."""
@@ -104,7 +108,7 @@ class SessionStore:
         if len(self._sessions) >= self.most:
             idle = next((key for key, session in self._sessions.items() if not session.running), None)
             if idle is None:
-                raise RateLimitError("sessions", self.most, _BUSY_RETRY_S)
+                raise SessionsFullError(self.most, _BUSY_RETRY_S)
             del self._sessions[idle]
 
 
@@ -134,7 +138,8 @@ class SessionCall:
     def view(self) -> dict[str, Any]:
         """Where the session stands, this call's thinking so far counted as spent."""
         now = Session(self.session.total, 0.0, self.session.spent + (self._thinking if self._open else 0))
-        return {**view(self.name, now), "call_budget": self.budget}
+        numbers = {"total_budget": now.total, "spent": now.spent, "remaining": now.remaining}
+        return {"id": self.name, "object": "thinkfold.session", **numbers, "call_budget": self.budget}
 
     def close(self, *, hit: bool = False) -> None:
         """The call has ended: what it thought is spent, what it did not is free again."""
@@ -150,9 +155,3 @@ class SessionCall:
     @property
     def _thinking(self) -> int:
         return sum(self._thought.values())
-
-
-def view(name: str, session: Session) -> dict[str, Any]:
-    """A session as clients see it."""
-    numbers = {"total_budget": session.total, "spent": session.spent, "remaining": session.remaining}
-    return {"id": name, "object": "thinkfold.session", **numbers}
