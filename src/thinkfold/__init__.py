@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinkfold.client import AsyncClient, Client
     from thinkfold.config import EngineConfig
     from thinkfold.engine.async_engine import AsyncEngine
     from thinkfold.llm import LLM
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncClient",
     "AsyncEngine",
+    "Client",
     "EngineConfig",
     "FoldParams",
     "Grammar",
@@ -29,6 +32,8 @@ __all__ = [
 
 _HOME = {
     "LLM": "thinkfold.llm",
+    "AsyncClient": "thinkfold.client",
+    "Client": "thinkfold.client",
     "AsyncEngine": "thinkfold.engine.async_engine",
     "EngineConfig": "thinkfold.config",
     "FoldParams": "thinkfold.types",

@@ -47,7 +47,11 @@ def test_offline_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("name", "path", "said"),
-    [("anthropic_messages", "", "boxed{12}"), ("folding", "/v1", "become 32 entries")],
+    [
+        ("anthropic_messages", "", "boxed{12}"),
+        ("folding", "/v1", "become 32 entries"),
+        ("steps_from_outside", "/v1", "characters, then: "),
+    ],
 )
 def test_examples_on_the_trained_model(
     name: str, path: str, said: str, pebble: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -66,4 +70,4 @@ def test_a_selector_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(lengths) == 7 and max(lengths.values()) < 40
+    assert len(lengths) == 8 and max(lengths.values()) < 40

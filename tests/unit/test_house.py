@@ -27,6 +27,7 @@ BASE = {"types", "config", "errors"}  # known to everybody; they know each other
 BELOW = {  # a layer and the layers directly below it; it may import all that is reachable
     "__main__": {"cli"},
     "cli": {"llm", "server", "deploy", "pebble"},
+    "client": set(),
     "deploy": {"server"},
     "llm": {"engine"},
     "server": {"engine"},

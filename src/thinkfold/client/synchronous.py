@@ -1,0 +1,148 @@
+"""The synchronous client. `asynchronous.py` is the same with `await`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import openai
+
+from thinkfold.client import values
+from thinkfold.client.branching import BranchData, branches
+from thinkfold.client.values import Call, Owner
+from thinkfold.types import Handle, SessionParams, SessionState, Until
+
+
+class Client(openai.OpenAI):
+    """`openai.OpenAI` for a thinkfold server; all of it works as it does there.
+
+    What the server refuses is `openai.APIStatusError`, whose `param` names the field: 400 for a wrong value, 404
+    for what is not there or somebody else's, 409 for what cannot be done now. ParameterError comes before the call.
+    """
+
+    def __init__(self, base_url: str = "http://127.0.0.1:8000/v1", *, api_key: str | None = None, **more: Any) -> None:
+        super().__init__(base_url=base_url, api_key=api_key or values.NO_KEY, **more)
+
+    def running(self, response: Any, *, cache_salt: str | None = None, prompt_cache_key: str | None = None) -> Running:
+        """A response that is being written: its id, or a chunk or event of its stream. Labels are its request's."""
+        return Running(self, values.response_id(response), Owner(cache_salt, prompt_cache_key))
+
+    def begin(
+        self,
+        until: Until | None = None,
+        *,
+        cache_salt: str | None = None,
+        prompt_cache_key: str | None = None,
+        **fields: Any,
+    ) -> list[Branch]:
+        """Write a first part: `messages` or `prompt` and other `fields` of the API, `n` branches."""
+        owner = Owner(cache_salt, prompt_cache_key)
+        return branches(Branch, self, owner, None, self.perform(values.begin(owner, until, fields)))
+
+    def session(self, name: str, total_budget: int | None = None) -> Session:
+        """An agent session; the call that begins it needs its budget of thinking tokens. Raises ParameterError."""
+        return Session(self, SessionParams(name, total_budget))
+
+    def perform(self, call: Call) -> dict[str, Any]:
+        """One call of this server's own API; the JSON that comes back."""
+        options: Any = {"max_retries": 0, "params": dict(call.params)}
+        body = {"body": dict(call.body)} if call.method == "post" else {}
+        reply = getattr(self, call.method)(call.path, cast_to=object, options=options, **body)
+        return cast(dict[str, Any], reply)
+
+
+class Running:
+    """Orders to one response; `choice` None is every choice that has not ended."""
+
+    def __init__(self, client: Client, response_id: str, owner: Owner) -> None:
+        self._client = client
+        self._owner = owner
+        self.id = response_id
+
+    def end_thinking(self, choice: int | None = None) -> None:
+        """The answer begins now."""
+        self._order("end_thinking", choice=choice)
+
+    def set_budget(self, budget: int) -> int | None:
+        """Another thinking budget, -1 for no limit; what holds now, None for no limit."""
+        return self._order("set_budget", budget=budget)["budget"]
+
+    def inject(self, text: str | Sequence[int], choice: int | None = None) -> int:
+        """Text or token ids that the model goes on behind; the output tokens with them."""
+        kind = {"text": text} if isinstance(text, str) else {"token_ids": list(text)}
+        return self._order("inject", choice=choice, **kind)["output_tokens"]
+
+    def pause(self, choice: int | None = None) -> None:
+        """It stops and keeps what it holds."""
+        self._order("pause", choice=choice)
+
+    def resume(self, choice: int | None = None) -> None:
+        """It goes on."""
+        self._order("resume", choice=choice)
+
+    def cancel(self, choice: int | None = None, *, keep_partial: bool = True) -> None:
+        """It ends, with what is written or with nothing."""
+        self._order("cancel", choice=choice, keep_partial=keep_partial)
+
+    def fork(self, at: int | None = None, choice: int | None = None) -> Branch:
+        """A branch that goes on from the state after `at` output tokens, None for all so far; its text is not told."""
+        reply = self._order("fork", at=at, choice=choice)
+        return Branch(self._client, self._owner, None, values.handle_of(reply["handle"]), None, {})
+
+    def _order(self, action: str, **more: Any) -> dict[str, Any]:
+        return self._client.perform(values.order(self.id, self._owner, action, **more))
+
+
+class Branch(BranchData[Client]):
+    __doc__ = BranchData.__doc__
+
+    def extend(
+        self,
+        until: Until | None = None,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> list[Branch]:
+        """Write the next part `n` times; without `until` to the end. Raises ParameterError without a handle."""
+        call = values.extend(self._owner, self._needed(), until, n, temperature, seed)
+        return branches(Branch, self._client, self._owner, self, self._client.perform(call))
+
+    def rollback(self, parts: int = 1) -> Branch:
+        """The branch as it was so many parts ago; the handles behind it on this branch are released."""
+        back, behind = self._back(parts)
+        for branch in behind:
+            branch.release()
+        return back
+
+    def release(self) -> None:
+        """Forget its handle; what has started from it goes on. Again, or without one, it does nothing."""
+        handle: Handle | None = self.handle
+        self.handle = None
+        if handle is not None:
+            self._client.perform(values.release(self._owner, handle))
+
+
+class Session:
+    """Calls that share one budget of thinking tokens."""
+
+    def __init__(self, client: Client, params: SessionParams) -> None:
+        self._client = client
+        self.params = params
+
+    def chat(self, messages: Sequence[Any], *, extra_body: Mapping[str, Any] | None = None, **more: Any) -> Any:
+        """`chat.completions.create` as a call of this session."""
+        body = values.with_session(self.params, extra_body)
+        return self._client.chat.completions.create(messages=messages, extra_body=body, **more)
+
+    def extra_body(self, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """`extra_body` for a call of another API of this client, such as `responses.create`."""
+        return values.with_session(self.params, more)
+
+    def show(self) -> SessionState:
+        """Where it stands. 404 before its first call."""
+        return values.session_of(self._client.perform(values.session("get", self.params.id)))
+
+    def delete(self) -> None:
+        """Forget it; calls that run go on."""
+        self._client.perform(values.session("delete", self.params.id))
