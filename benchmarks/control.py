@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from thinkfold.cli import records, rows
 from thinkfold.cli.evaluation import Question, suite_questions
-from thinkfold.cli.paired import tango
+from thinkfold.cli.paired import paired_metrics
 from thinkfold.config import EngineConfig
 from thinkfold.control.ballot import tally
 from thinkfold.control.early_stop import EarlyStopping
@@ -53,30 +53,13 @@ VOTES: Mapping[str, VoteParams] = {
 }
 
 
-def paired(right: Sequence[tuple[bool, bool]]) -> dict[str, float]:
-    """Accuracy of both arms and their difference in points; pairs are (reference, arm)."""
-    n = len(right)
-    b, c = right.count((True, False)), right.count((False, True))
-    low, high = tango(b, c, n)
-    return {
-        "n": n,
-        "accuracy": fmean(arm for _, arm in right),
-        "accuracy_ref": fmean(ref for ref, _ in right),
-        "diff_points": 100.0 * (c - b) / n,
-        "diff_ci95_low": 100.0 * low,
-        "diff_ci95_high": 100.0 * high,
-        "b": b,
-        "c": c,
-    }
-
-
 def stop_metrics(found: Sequence[Record], params: ControlParams) -> dict[str, float]:
     """One arm of early stopping over all records, against the same traces left alone."""
     outcomes = [replay(record, EarlyStopping(params)) for record in found]
     thinking = sum(record.thinking_tokens for record in found)
     rules = Counter(outcome.rule for outcome in outcomes if outcome.rule)
     return {
-        **paired([(record.correct, outcome.correct) for record, outcome in zip(found, outcomes, strict=True)]),
+        **paired_metrics([(record.correct, outcome.correct) for record, outcome in zip(found, outcomes, strict=True)]),
         "tokens_ratio": sum(outcome.tokens for outcome in outcomes) / thinking,
         "oracle_tokens_ratio": sum(oracle(record) for record in found) / thinking,
         "probe_share": sum(outcome.look_tokens for outcome in outcomes) / thinking,
@@ -96,7 +79,7 @@ def vote_metrics(groups: Sequence[Sequence[Record]], params: VoteParams, size: i
         full_path += max(record.output_tokens for record in group[:size])
         started += found.result.started
     return {
-        **paired(pairs),
+        **paired_metrics(pairs),
         "tokens_ratio": tokens / full,
         "critical_path_ratio": path / full_path,
         "probe_share": looks / tokens,
@@ -109,7 +92,7 @@ def one_by_one_metrics(groups: Sequence[Sequence[Record]], size: int) -> dict[st
     found = [replay_one_by_one(group[:size]) for group in groups]
     tokens = sum(one[1] for one in found)
     return {
-        **paired([(majority_is_right(group[:size]), one[0]) for group, one in zip(groups, found, strict=True)]),
+        **paired_metrics([(majority_is_right(group[:size]), one[0]) for group, one in zip(groups, found, strict=True)]),
         "tokens_ratio": tokens / sum(record.output_tokens for group in groups for record in group[:size]),
         "critical_path_ratio": tokens / sum(max(r.output_tokens for r in group[:size]) for group in groups),
         "probe_share": 0.0,

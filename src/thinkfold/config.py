@@ -67,6 +67,7 @@ class EngineConfig:
     `answer_embedder` compares prose answers of votes: a folder, an /embeddings URL or minilm; None compares letters.
     `answer_embedder_model` is the model that such a URL is asked for; its key is THINKFOLD_EMBEDDER_KEY.
     `answer_min_cosine` is how near each two answers of one class must be, 0 to 1.
+    `verifiers` score answers for `best_of` and `search`, each written NAME=URL; requests over HTTP know them by name.
     `normalize_prompts` unifies line ends and trailing blanks of system and few-shot text.
     `fold_policy` says when finished thinking is folded: off, pressure (memory is short) or eager.
     `fold_profile` names the numbers of segments and folds; None is pebble for pebble, else default.
@@ -118,6 +119,7 @@ class EngineConfig:
     answer_embedder: str | None = None
     answer_embedder_model: str = ""
     answer_min_cosine: float = 0.90
+    verifiers: tuple[str, ...] = ()
     normalize_prompts: bool = True
     fold_policy: Literal["off", "pressure", "eager"] = "pressure"
     fold_profile: Literal["default", "fine", "coarse", "pebble"] | None = None
@@ -168,6 +170,8 @@ class EngineConfig:
         if any(markers) and not all(markers):
             raise ParameterError("think_start", "think_start and think_end go together")
         self._check_fold()
+        if len(self.verifier_urls) < len(self.verifiers):
+            raise ParameterError("verifiers", "a name stands there twice")
 
     @property
     def fold_numbers(self) -> tuple[str, FoldProfile]:
@@ -175,6 +179,17 @@ class EngineConfig:
         name = self.fold_profile or ("pebble" if self.model == EMBEDDED_MODEL else "default")
         profile = FOLD_PROFILES[name]
         return name, profile if self.fold_entries is None else replace(profile, entries=self.fold_entries)
+
+    @property
+    def verifier_urls(self) -> dict[str, str]:
+        """Addresses of verifiers by name. Raises ParameterError."""
+        found: dict[str, str] = {}
+        for each in self.verifiers:
+            name, _, url = each.partition("=")
+            if not name or not url.startswith(("http://", "https://")):
+                raise ParameterError("verifiers", f"must each be written NAME=http(s)://…, got one for {name!r:.60}")
+            found[name] = url
+        return found
 
     def _check_fold(self) -> None:
         if not 0.0 <= self.fold_gate <= 1.0:

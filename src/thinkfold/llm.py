@@ -14,16 +14,21 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.samples import Question
 from thinkfold.engine.sessions import SessionStore
 from thinkfold.errors import EngineDeadError
+from thinkfold.text.messages import last_question
 from thinkfold.types import (
+    BestOfParams,
     ControlParams,
+    Decision,
     FoldParams,
     RequestOutput,
     SamplingParams,
+    SearchParams,
     Service,
     SessionParams,
     SessionState,
     ThinkingParams,
     VoteParams,
+    one_decision,
 )
 
 Message = Mapping[str, Any]
@@ -58,6 +63,8 @@ class LLM:
         control: ControlParams | None = None,
         vote: VoteParams | None = None,
         *,
+        best_of: BestOfParams | None = None,
+        search: SearchParams | None = None,
         service: Service | None = None,
         session: SessionParams | None = None,
     ) -> list[RequestOutput]:
@@ -66,8 +73,9 @@ class LLM:
         `service` bounds time and money, each prompt for itself. With `session` all of them are one call of an agent
         session, whose budget they share.
         """
-        asked = _as_list(prompts)
-        return self._run(self._generate(asked, sampling, thinking, fold, control, vote, service, session))
+        encode, how = self.engine.prompts.encode_text, one_decision(vote, best_of, search)
+        asked = [(encode(p), p) if isinstance(p, str) else (p, "") for p in _as_list(prompts)]
+        return self._run(self._answer(asked, sampling, thinking, fold, control, how, service, session))
 
     def chat(
         self,
@@ -78,10 +86,12 @@ class LLM:
         control: ControlParams | None = None,
         vote: VoteParams | None = None,
         *,
+        best_of: BestOfParams | None = None,
+        search: SearchParams | None = None,
         service: Service | None = None,
         session: SessionParams | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, one output each, in order; with `vote` each is that of the winner.
+        """Answer one conversation or many, one output each, in order; with a decision that of the chosen one.
 
         `service` and `session` are those of `generate`.
         """
@@ -90,8 +100,9 @@ class LLM:
         thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
         encode = self.engine.prompts.encode_chat
         closes = thinking.spends_none and self.engine.model.budget_enforced
-        prompts = [encode(c, enable_thinking=thinking.template_switch, closes=closes) for c in conversations]
-        return self._run(self._generate(prompts, sampling, thinking, fold, control, vote, service, session))
+        switch, how = thinking.template_switch, one_decision(vote, best_of, search)
+        asked = [(encode(c, enable_thinking=switch, closes=closes), last_question(c)) for c in conversations]
+        return self._run(self._answer(asked, sampling, thinking, fold, control, how, service, session))
 
     def session(self, name: str) -> SessionState:
         """Where an agent session stands. Raises NotFoundError."""
@@ -113,30 +124,30 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _generate(
+    async def _answer(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        asked: Sequence[tuple[Sequence[int], str]],
         sampling: SamplingParams | None,
         thinking: ThinkingParams | None,
         fold: FoldParams | None,
         control: ControlParams | None,
-        how: VoteParams | None,
+        how: Decision | None,
         service: Service | None,
         session: SessionParams | None,
     ) -> list[RequestOutput]:
-        config, n = self.engine.config, how.n if how else sampling.n if sampling else 1
-        call = None if session is None else self._sessions.open("", session, len(prompts) * n)
+        """Outputs for prompts with their questions, in order."""
+        config, n = self.engine.config, how.samples if how else sampling.n if sampling else 1
+        call = None if session is None else self._sessions.open("", session, len(asked) * n)
         if call is not None:
             service = replace(service or Service(), session_budget=call.budget)
         limit = asyncio.Semaphore(max(1, (config.max_num_seqs + config.max_waiting // 2) // n))
 
-        async def one(number: int, prompt: str | Sequence[int]) -> RequestOutput:
-            ids = self.engine.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt
+        async def one(number: int, ids: Sequence[int], text: str) -> RequestOutput:
             note = None if call is None else partial(call.note, number)
             async with limit:
-                return await collect(self.engine, ids, sampling, thinking, fold, control, how, service, note)
+                return await collect(self.engine, ids, sampling, thinking, fold, control, how, service, note, text)
 
-        tasks = [asyncio.ensure_future(one(number, prompt)) for number, prompt in enumerate(prompts)]
+        tasks = [asyncio.ensure_future(one(number, *each)) for number, each in enumerate(asked)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:  # the first error, or Ctrl-C, ends what still runs
@@ -169,15 +180,19 @@ async def collect(
     thinking: ThinkingParams | None = None,
     fold: FoldParams | None = None,
     control: ControlParams | None = None,
-    how: VoteParams | None = None,
+    how: Decision | None = None,
     service: Service | None = None,
     note: Callable[[RequestOutput], None] | None = None,
+    text: str = "",
 ) -> RequestOutput:
-    """Run one request to its end and return everything in one output; `note` hears each as it comes."""
+    """Run one request to its end and return everything in one output; `note` hears each as it comes.
+
+    `text` is the question as verifiers read it.
+    """
     total: RequestOutput | None = None
     if how is not None:
         asked = sampling or SamplingParams()
-        question = Question(tuple(prompt_token_ids), asked, thinking, fold, control, service=service)
+        question = Question(tuple(prompt_token_ids), asked, thinking, fold, control, service=service, text=text)
         outputs = engine.decide(question, how)
     else:
         outputs = engine.generate(prompt_token_ids, sampling, thinking, fold, control=control, service=service)

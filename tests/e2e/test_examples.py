@@ -51,6 +51,7 @@ def test_offline_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("anthropic_messages", "", "boxed{12}"),
         ("folding", "/v1", "become 32 entries"),
         ("steps_from_outside", "/v1", "characters, then: "),
+        ("search", "/v1", "tokens kept"),
     ],
 )
 def test_examples_on_the_trained_model(
@@ -59,6 +60,12 @@ def test_examples_on_the_trained_model(
     monkeypatch.setattr(sys, "argv", [name, f"{pebble.url}{path}"])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert said in capsys.readouterr().out
+
+
+def test_a_verifier_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["best_of"])
+    runpy.run_path(str(EXAMPLES / "best_of.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("scores") >= 2
 
 
 def test_a_selector_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,4 +77,4 @@ def test_a_selector_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_examples_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert len(lengths) == 8 and max(lengths.values()) < 40
+    assert len(lengths) == 10 and max(lengths.values()) < 40

@@ -1,15 +1,11 @@
-"""Best of N, the verifier hook, beam search and tree of thoughts, on scripted engines."""
+"""Best of N, beam search and tree of thoughts, on scripted engines."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -26,11 +22,10 @@ from thinkfold.control.best_of import (
     choose,
 )
 from thinkfold.control.equality import Equality
-from thinkfold.control.search import State, search
-from thinkfold.control.verifier import Verifier, open_verifier, register_verifier, with_median
+from thinkfold.control.search import Search, State
+from thinkfold.control.verifier import with_median
 from thinkfold.control.voting import CancelTraces, StartTraces, TraceFailed
-from thinkfold.errors import ParameterError
-from thinkfold.types import BestOfParams, SearchParams
+from thinkfold.types import BestOfParams, SearchParams, Verdict
 
 
 def candidate(number: int, answer: str, score: float | None, tokens: int = 10) -> Candidate:
@@ -114,80 +109,19 @@ def test_a_trace_far_behind_is_killed_at_a_step() -> None:
     assert best.observe(CandidateFinished(3, "7", 1)) == []
 
 
+def test_without_any_score_the_rule_says_so() -> None:
+    best = BestOf(BestOfParams("judge", n=2))
+    best.start()
+    assert feed(best, 0, "7", None) == []
+    found = result_of(feed(best, 1, "7", None))
+    assert (found.rule, found.misses, found.trace, best.cancelled) == ("unscored", 2, 0, 0)
+
+
 def test_all_failed() -> None:
     best = BestOf(BestOfParams("judge", n=2))
     best.start()
     best.observe(TraceFailed(0))
     assert result_of(best.observe(TraceFailed(1))).trace is None
-
-
-async def test_a_local_verifier_and_its_misses() -> None:
-    def by_length(prompt: str, texts: Sequence[str]) -> list[Any]:
-        return [len(prompt) / 10, [0.1, 0.9], 2.0, "no", float("nan"), True][: len(texts)]
-
-    register_verifier("length", by_length)
-    verifier = open_verifier("length")
-    assert await verifier.score("abc", ["x"] * 6) == [0.3, 0.9, None, None, None, None]
-    assert await verifier.score("abc", ["x"] * 7) == [None] * 7  # six scores for seven texts
-    assert verifier.misses == 11
-    verifier.close()
-
-
-async def test_a_slow_or_broken_verifier_misses() -> None:
-    gate = threading.Event()
-
-    def slow(prompt: str, texts: Sequence[str]) -> list[float]:
-        gate.wait(5)
-        return [1.0] * len(texts)
-
-    verifier = Verifier(slow, seconds=0.05)
-    started = time.monotonic()
-    assert await verifier.score("", ["x", "y"]) == [None, None]
-    assert time.monotonic() - started < 2
-    gate.set()
-    verifier.close()
-
-    def broken(prompt: str, texts: Sequence[str]) -> list[float]:
-        raise RuntimeError("no weights")
-
-    assert await Verifier(broken).score("", ["x"]) == [None]
-
-
-class Judge(BaseHTTPRequestHandler):
-    bodies: ClassVar[list[dict[str, Any]]] = []
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.bodies.append(body)
-        self.send_response(200 if self.path == "/judge" else 500)
-        self.end_headers()
-        self.wfile.write(json.dumps({"scores": [[0.2, 0.5] for _ in body["texts"]]}).encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        del format, args
-
-
-@pytest.fixture
-def judge() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-async def test_a_verifier_over_http(judge: str) -> None:
-    verifier = open_verifier(f"{judge}/judge", 2.0)
-    assert await verifier.score("why", ["a", "b"]) == [0.5, 0.5]
-    assert Judge.bodies[-1] == {"prompt": "why", "texts": ["a", "b"]}
-    assert await open_verifier(f"{judge}/broken", 2.0).score("why", ["a"]) == [None]
-
-
-def test_an_unknown_verifier_is_refused() -> None:
-    with pytest.raises(ParameterError, match="there is no 'nobody'"):
-        open_verifier("nobody")
-    with pytest.raises(ParameterError, match="plain name"):
-        register_verifier("http://x", lambda prompt, texts: [])
 
 
 class Tree:
@@ -200,6 +134,7 @@ class Tree:
         self.peak = 0
         self.extended: list[str] = []
         self.fail_at: str | None = None
+        self.probe_tokens = 0
 
     def _state(self, text: str) -> State:
         key = str(next(self.keys))
@@ -218,10 +153,10 @@ class Tree:
         await asyncio.sleep(0)
         return [self._state(state.text + str(digit)) for digit in range(count)]
 
-    async def score(self, states: Sequence[State]) -> list[float | None] | None:
-        return [self.worth(state.text) for state in states] if self.verifier else None
+    async def score(self, states: Sequence[State]) -> list[Verdict] | None:
+        return [Verdict(self.worth(state.text)) for state in states] if self.verifier else None
 
-    async def finish(self, state: State) -> tuple[str, int]:
+    async def finish(self, state: State, max_tokens: int | None) -> tuple[str, int]:
         assert state.key in self.live
         return f"\\boxed{{{state.text}}}", 20
 
@@ -237,7 +172,7 @@ def near(goal: str) -> Any:
 @pytest.mark.parametrize("verifier", [True, False])
 async def test_beam_finds_the_path_and_drops_everything(verifier: bool) -> None:
     tree = Tree(near("3120"), lambda text: len(text) == 4, verifier=verifier)
-    found = await search(SearchParams(width=2, branch=4, depth=10), tree)
+    found = await Search(SearchParams(width=2, branch=4, depth=10), tree).run()
     assert found.reply == "\\boxed{3120}" and found.score == 1.0
     assert tree.live == {} and tree.peak <= 2 + 2 * 4
     assert found.path_tokens == 4 * 300 + 20
@@ -246,26 +181,26 @@ async def test_beam_finds_the_path_and_drops_everything(verifier: bool) -> None:
 
 async def test_beam_keeps_the_best_width() -> None:
     tree = Tree(near("33"))
-    await search(SearchParams(width=2, branch=4, depth=2), tree)
+    await Search(SearchParams(width=2, branch=4, depth=2), tree).run()
     assert tree.extended == ["", "3", "0"]  # equal ones by text
 
 
 async def test_beam_at_its_last_depth_answers_from_there() -> None:
     tree = Tree(near("111111"))
-    found = await search(SearchParams(width=1, branch=2, depth=3), tree)
+    found = await Search(SearchParams(width=1, branch=2, depth=3), tree).run()
     assert found.reply == "\\boxed{111}" and len(found.candidates) == 1
 
 
 async def test_ended_states_leave_the_beam() -> None:
     tree = Tree(lambda text: 0.9 if text == "0" else 0.5, lambda text: text == "0")
-    found = await search(SearchParams(width=2, branch=2, depth=4), tree)
+    found = await Search(SearchParams(width=2, branch=2, depth=4), tree).run()
     assert tree.extended == ["", "1", "10", "100"]  # room for one beside the ended state
     assert found.reply == "\\boxed{0}" and len(found.candidates) == 2
 
 
 async def test_more_ended_states_than_the_beam_is_wide() -> None:
     tree = Tree(lambda text: int(text or 0) / 10, lambda text: len(text) == 1)
-    found = await search(SearchParams(width=2, branch=4, depth=4), tree)
+    found = await Search(SearchParams(width=2, branch=4, depth=4), tree).run()
     assert found.reply == "\\boxed{3}" and len(found.candidates) == 2 and tree.live == {}
 
 
@@ -277,21 +212,21 @@ async def test_equal_texts_are_dropped() -> None:
         return [tree._state(state.text + "0") for _ in range(count)]
 
     tree.extend = same
-    found = await search(SearchParams(width=4, branch=4, depth=3), tree)
+    found = await Search(SearchParams(width=4, branch=4, depth=3), tree).run()
     assert tree.extended == ["", "0", "00"] and len(found.candidates) == 1 and tree.live == {}
 
 
 async def test_a_tree_goes_back_to_a_better_thought() -> None:
     worth = {"0": 0.8, "1": 0.7, "00": 0.1, "01": 0.2, "10": 0.75, "11": 0.9, "110": 0.95}
     tree = Tree(lambda text: worth.get(text, 0.0))
-    found = await search(SearchParams("tree", width=1, branch=2, depth=3), tree)
+    found = await Search(SearchParams("tree", width=1, branch=2, depth=3), tree).run()
     assert tree.extended == ["", "0", "1", "11"]
     assert found.reply == "\\boxed{110}" and tree.live == {}
 
 
 async def test_a_tree_stops_when_nothing_open_is_better_than_a_leaf() -> None:
     tree = Tree(lambda text: 0.9 if text.startswith("0") else 0.1)
-    found = await search(SearchParams("tree"), tree)
+    found = await Search(SearchParams("tree"), tree).run()
     assert found.score == 0.9 and all(c.reply.startswith("\\boxed{0") for c in found.candidates)
     assert tree.live == {} and len(tree.extended) <= 2 * 15
 
@@ -300,5 +235,5 @@ async def test_states_are_dropped_after_an_error() -> None:
     tree = Tree(near("3333"))
     tree.fail_at = "3"
     with pytest.raises(RuntimeError, match="out of pages"):
-        await search(SearchParams(width=2, branch=4), tree)
+        await Search(SearchParams(width=2, branch=4), tree).run()
     assert tree.live == {}

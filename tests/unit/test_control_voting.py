@@ -378,7 +378,18 @@ def test_windows_and_percentiles() -> None:
         (parse_best_of, {"n": 4}, "best_of.verifier"),
         (parse_best_of, {"n": 1, "verifier": "judge"}, "best_of.n"),
         (parse_best_of, {"verifier": "judge", "timeout_s": 0}, "best_of.timeout_s"),
-        (parse_search, {"method": "mcts"}, "search.method"),
+        (parse_best_of, {"verifier": "judge", "reads": "mind"}, "best_of.reads"),
+        (parse_best_of, {"verifier": "http://10.0.0.1/judge"}, "best_of.verifier"),
+        (parse_best_of, {"verifier": {"url": "http://10.0.0.1/judge"}}, "best_of.verifier"),
+        (parse_search, {"kind": "mcts"}, "search.kind"),
+        (parse_search, {"branch": 1}, "search.branch"),
+        (parse_search, {"step": "word"}, "search.step"),
+        (parse_search, {"score": "verifier"}, "search.score"),
+        (parse_search, {"score": "probe", "verifier": "judge"}, "search.score"),
+        (parse_search, {"verifier": "https://10.0.0.1"}, "search.verifier"),
+        (parse_search, {"timeout_s": 0}, "search.timeout_s"),
+        (parse_search, {"max_tokens": 4 * 512 + 63}, "search.max_tokens"),
+        (parse_search, {"score": "probe", "max_tokens": 4 * 560 + 63}, "search.max_tokens"),
         (parse_search, {"width": 0}, "search.width"),
         (parse_search, {"width": 64, "branch": 16}, "search.width"),
         (parse_search, {"min_step_tokens": 600}, "search.min_step_tokens"),
@@ -394,6 +405,9 @@ def test_what_can_be_asked() -> None:
     assert parse_vote(True) == VoteParams(n=4) and parse_vote(None) is parse_vote(False) is None
     assert parse_vote({"n": 8, "mode": "short", "m": None}) == VoteParams(8, "short")
     assert VoteParams(8, "short").first == 3 and VoteParams(2, "short").first == 2
-    assert parse_best_of({"verifier": "http://judge"}) == BestOfParams("http://judge", 8)
+    assert parse_best_of({"verifier": "judge"}) == BestOfParams("judge", 8, 5.0, "answer")
     assert SearchParams().sizes == (4, 4, 40) and SearchParams("tree").sizes == (2, 3, 3)
+    assert SearchParams(verifier="judge").scored_by == "verifier" and SearchParams().scored_by == "confidence"
+    assert parse_search({"max_tokens": 4 * 512 + 64}) == SearchParams(max_tokens=2112)
+    assert [SearchParams(max_tokens=n).reserve for n in (3000, 20_000, 10**6)] == [300, 2000, 4096]
     assert parse_search({}) == SearchParams() and parse_search(None) is None and parse_best_of(None) is None

@@ -2,107 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from scripted import OPEN_PROMPT, ids, language, loop, make_engine
+from decision_script import ASKED, Looks, Replies, boxed
+from scripted import OPEN_PROMPT, ids, loop, make_engine
 
 from thinkfold.config import EngineConfig
-from thinkfold.control.rule import Probed
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.engine.samples import Question, Samples
-from thinkfold.engine.steering import Steersman
 from thinkfold.engine.voting import run_vote
 from thinkfold.errors import EngineDeadError, ParameterError
 from thinkfold.types import (
-    CompletionOutput,
-    Costs,
-    FinishReason,
     Limits,
-    Phase,
     Prices,
     RequestOutput,
     SamplingParams,
     Service,
-    ThinkingEndReason,
     ThinkingParams,
-    ThinkingPolicy,
     VoteParams,
     VoteState,
 )
-
-POLICY = ThinkingPolicy(True, None, "default")
-ASKED = Question((1, 2, 3), SamplingParams(seed=1), request_id="q")
-
-
-class Replies:
-    """An engine whose i-th sample thinks `lengths[i]` tokens and then answers `texts[i]`, one token a turn for all."""
-
-    def __init__(self, texts: Sequence[str], lengths: Sequence[int] = (), *, fails: Exception | None = None) -> None:
-        self.texts, self.lengths = list(texts), list(lengths or [5] * len(texts))
-        self.fails = fails
-        self.seeds: list[int | None] = []
-        self.cancelled: list[tuple[str, int]] = []
-        self.ended: list[tuple[str, int, ThinkingEndReason]] = []
-
-    async def generate(
-        self, prompt, sampling, thinking=None, fold=None, *, request_id, namespace=(), service=None, control=None
-    ):
-        if self.fails is not None:
-            raise self.fails
-        first = int(request_id.rpartition("-s")[2])
-        self.seeds.append(sampling.seed)
-        live = dict.fromkeys(range(sampling.n), 0)
-        costs = Costs(prompt_tokens=len(prompt), cached_tokens=1, computed_prompt_tokens=2 if first == 0 else 1)
-        while live:
-            await asyncio.sleep(0)
-            news = []
-            for choice in list(live):
-                live[choice] += 1
-                told = live[choice]
-                out = CompletionOutput(choice, phase=Phase.THINKING, num_output_tokens=told, num_thinking_tokens=told)
-                if (request_id, choice) in self.cancelled:
-                    out.finish_reason, out.discarded = FinishReason.ABORT, True
-                elif told > self.lengths[first + choice] or (request_id, choice, ThinkingEndReason.VOTE) in self.ended:
-                    out.text, out.finish_reason = self.texts[first + choice], FinishReason.STOP
-                    costs.answer_tokens += 1
-                costs.thinking_tokens += out.finish_reason is None
-                if out.finish_reason is not None:
-                    del live[choice]
-                news.append(out)
-            yield RequestOutput(request_id, news, POLICY, costs, finished=not live)
-
-    async def cancel(self, request_id, choice=None, *, keep_partial=True):
-        assert not keep_partial, "nothing of a sibling is kept"
-        self.cancelled.append((request_id, choice))
-
-    async def end_thinking(self, request_id, choice=None, *, reason=ThinkingEndReason.CONTROL):
-        self.ended.append((request_id, choice, reason))
-
-
-class Looks(Steersman):
-    """Every probe gives one answer."""
-
-    def __init__(self, answer: str = "7}") -> None:
-        super().__init__(None, language()[2], (), "pebble")  # type: ignore[arg-type]
-        self.answer, self.asked = answer, 0
-
-    async def look(self, name, choice, action, at):
-        self.asked += 1
-        return Probed(at, self.answer, -0.1, 20)
 
 
 async def vote(engine: Replies, params: VoteParams, looks: Looks | None = None, **more) -> list[RequestOutput]:
     looks = looks or Looks()
     options = {"in_flight": False, **more}
     return [output async for output in run_vote(Samples(engine, ASKED), params, looks, **options)]
-
-
-def boxed(*answers: int) -> list[str]:
-    return [f"It is \\boxed{{{answer}}}." for answer in answers]
 
 
 async def test_a_settled_vote_starts_no_second_wave():

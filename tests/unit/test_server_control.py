@@ -13,12 +13,15 @@ from thinkfold.engine.samples import Question
 from thinkfold.errors import ParameterError
 from thinkfold.server.chat import ChatRequest
 from thinkfold.types import (
+    BestOfParams,
     CompletionOutput,
     ControlParams,
     Costs,
+    Decision,
     EarlyStop,
     FinishReason,
     RequestOutput,
+    SearchParams,
     ThinkingPolicy,
     VoteParams,
     VoteState,
@@ -92,13 +95,13 @@ async def test_decisions_are_metrics(monkeypatch):
 class Decider(ScriptedEngine):
     """Tells one state of a vote, then its end."""
 
-    asked: list[tuple[Question, VoteParams]] = field(default_factory=list)
+    asked: list[tuple[Question, Decision]] = field(default_factory=list)
 
-    async def decide(self, question: Question, how: VoteParams) -> AsyncGenerator[RequestOutput, None]:
+    async def decide(self, question: Question, how: Decision) -> AsyncGenerator[RequestOutput, None]:
         question.check(how.field)
         self.asked.append((question, how))
         policy = ThinkingPolicy(True, None, "default")
-        state = VoteState(n=how.n, started=4, running=4, finished=0, cancelled=0, abstained=0)
+        state = VoteState(n=how.samples, started=4, running=4, finished=0, cancelled=0, abstained=0)
         yield RequestOutput(question.request_id, [CompletionOutput(0)], policy, Costs(), outcome=state)
         done = replace(state, running=0, finished=3, cancelled=1, answer="7", rule="beta", sample=2)
         shown = CompletionOutput(
@@ -169,11 +172,34 @@ async def test_a_vote_is_so_many_choices_of_its_session():
     assert body["thinkfold"]["session"]["call_budget"] == 8000 // 2 // 8
 
 
+async def test_best_of_reaches_the_engine_with_its_question():
+    engine = Decider()
+    async with serving(engine) as client:
+        await chat(client, best_of={"n": 6, "verifier": "judge", "timeout_s": 2, "reads": "thinking"})
+    ((question, how),) = engine.asked
+    assert how == BestOfParams("judge", 6, 2, "thinking") and question.text == "q"
+
+
+async def test_a_search_reaches_the_engine():
+    engine = Decider()
+    async with serving(engine) as client:
+        body = (await chat(client, search={"kind": "tree", "width": 3, "score": "probe"})).json()
+    ((question, how),) = engine.asked
+    assert how == SearchParams("tree", 3, score="probe") and question.request_id == body["id"]
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [
         ({"vote": True, "thinkfold": {"vote": {"n": 3}}}, "thinkfold.vote"),
         ({"thinkfold": {"vote": {"size": 3}}}, "thinkfold.vote.size"),
+        ({"best_of": {"n": 4}}, "best_of.verifier"),
+        ({"best_of": {"n": 1, "verifier": "judge"}}, "best_of.n"),
+        ({"best_of": {"verifier": "http://127.0.0.1:1/judge"}}, "best_of.verifier"),
+        ({"best_of": {"verifier": "//127.0.0.1:1/judge"}}, "best_of.verifier"),
+        ({"best_of": {"verifier": {"url": "http://127.0.0.1:1"}}}, "best_of.verifier"),
+        ({"best_of": {"verifier": "judge"}, "temperature": 0}, "temperature"),
+        ({"best_of": {"verifier": "judge"}, "vote": True}, "best_of"),
         ({"vote": {"n": 1}}, "vote.n"),
         ({"vote": {"size": 3}}, "vote.size"),
         ({"vote": True, "n": 2}, "n"),
@@ -186,9 +212,10 @@ async def test_what_makes_no_vote_is_refused(more, field):
     assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text
 
 
-def test_calls_are_not_voted_on():
-    with pytest.raises(ParameterError, match="vote: goes without tools"):
-        ChatRequest.model_validate({"messages": [], "tools": [TOOL], "vote": True}).decision()
+@pytest.mark.parametrize("asked", [{"vote": True}, {"best_of": {"verifier": "judge"}}, {"search": {}}])
+def test_calls_are_not_compared(asked):
+    with pytest.raises(ParameterError, match=f"{next(iter(asked))}: goes without tools"):
+        ChatRequest.model_validate({"messages": [], "tools": [TOOL], **asked}).decision()
 
 
 async def test_engines_that_ask_one_sample_refuse_votes():

@@ -40,6 +40,23 @@ def compare(reference: Sequence[Result], other: Sequence[Result]) -> dict[str, f
     }
 
 
+def paired_metrics(right: Sequence[tuple[bool, bool]]) -> dict[str, float]:
+    """Accuracy of both arms and their difference in points; pairs are (reference, arm)."""
+    n = len(right)
+    b, c = right.count((True, False)), right.count((False, True))
+    low, high = tango(b, c, n)
+    return {
+        "n": n,
+        "accuracy": fmean(arm for _, arm in right),
+        "accuracy_ref": fmean(ref for ref, _ in right),
+        "diff_points": 100.0 * (c - b) / n,
+        "diff_ci95_low": 100.0 * low,
+        "diff_ci95_high": 100.0 * high,
+        "b": b,
+        "c": c,
+    }
+
+
 def tango(b: int, c: int, n: int) -> tuple[float, float]:
     """95 % score interval of the difference (c - b) / n of two paired shares (Tango, Stat. Med. 17, 1998).
 

@@ -69,7 +69,7 @@ class BestOfResult:
 
     trace: int | None
     answer: str | None
-    rule: str  # `good`, or `all` where every sample was looked at
+    rule: str  # `good`; `all` where every sample was looked at, `unscored` where none of them has a score
     scores: dict[int, float]
     misses: int
 
@@ -95,6 +95,21 @@ class BestOf:
     _started: int = field(default=0, init=False)
     _waiting: set[int] = field(default_factory=set, init=False)  # finished, not scored
     _done: dict[int, Candidate] = field(default_factory=dict, init=False)
+    cancelled: int = field(default=0, init=False)
+
+    @property
+    def started(self) -> int:
+        return self._started
+
+    @property
+    def live(self) -> list[int]:
+        """Traces that run."""
+        return sorted(self._live)
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Finished traces, by number; one that waits for its score has none yet."""
+        return [self._done[trace] for trace in sorted(self._done)]
 
     def start(self) -> list[BestOfAction]:
         """The first wave."""
@@ -118,6 +133,7 @@ class BestOf:
                 self._live.discard(seen.trace)
             case StepScored() if seen.trace in self._live and self._is_behind(seen):
                 self._live.discard(seen.trace)
+                self.cancelled += 1
                 return [CancelTraces((seen.trace,), "unsure"), *self._advance()]
             case _:
                 return []
@@ -148,9 +164,12 @@ class BestOf:
         return any(len(found.members) >= 2 for found in classes)
 
     def _choose(self, rule: str) -> list[BestOfAction]:
-        rest = tuple(sorted(self._live))
+        rest = tuple(self.live)
         self._live.clear()
-        scored = [self._done[trace] for trace in sorted(self._done) if trace not in self._waiting]
+        self.cancelled += len(rest)
+        scored = [candidate for candidate in self.candidates if candidate.number not in self._waiting]
+        if scored and all(candidate.score is None for candidate in scored):
+            rule = "unscored"
         best = choose(scored, self.equality)
         filled = with_median([candidate.score for candidate in scored])
         self.result = BestOfResult(

@@ -20,19 +20,20 @@ from thinkfold.engine.build import build_core
 from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
 from thinkfold.engine.commands import Answer, Extend, Order
 from thinkfold.engine.controls import Controls
+from thinkfold.engine.decisions import Decisions
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
-from thinkfold.engine.samples import Question, Samples
+from thinkfold.engine.samples import Question
 from thinkfold.engine.steering import Steersman
 from thinkfold.engine.stream import Readers
-from thinkfold.engine.voting import run_vote
 from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, QueueFullError, ThinkfoldError
 from thinkfold.fold import selectors
 from thinkfold.runner.loader import pick_device
 from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import (
     ControlParams,
+    Decision,
     EngineRequest,
     FoldParams,
     FoldPolicy,
@@ -42,9 +43,9 @@ from thinkfold.types import (
     RequestOutput,
     SamplingParams,
     Service,
+    ThinkingEndReason,
     ThinkingParams,
     Until,
-    VoteParams,
 )
 
 
@@ -69,6 +70,7 @@ class AsyncEngine(Controls):
         self.family = language.family
         name, near = config.served_model_name or config.model, config.answer_min_cosine
         self._steersman = Steersman(self, self.family, language.opener_ids, name, embedder=embedder, min_cosine=near)
+        self._decisions = Decisions(self, self._steersman, config.verifier_urls, config.max_handles)
         self._token_id = lru_cache(256)(language.single_token)
         self._grammars: AnswerGrammars | None = None
         self._model: ModelInfo | None = None
@@ -163,16 +165,14 @@ class AsyncEngine(Controls):
             if steering is not None:
                 steering.close()
 
-    def decide(self, question: Question, how: VoteParams) -> AsyncGenerator[RequestOutput, None]:
-        """Ask several samples of a question and yield the decision's `outcome` as it forms.
+    def decide(self, question: Question, how: Decision) -> AsyncGenerator[RequestOutput, None]:
+        """Ask several samples of a question, or search, and yield the decision's `outcome` as it forms.
 
-        The last output has the sample to show as its one choice, and the costs of all. Samples fork off one
-        prefill; they have ids of their own (`-s0`, `-s4` …, one a wave). Raises what `generate` raises.
+        The last output has the reply to show as its one choice, and the costs of all. Samples fork off one prefill;
+        they have ids of their own (`-s0`, `-s4` …, one a wave), as parts of a search. Raises what `generate` raises.
         """
-        question = replace(question, request_id=question.request_id or self._new_id())
-        question.check(how.field)
-        guarded = question.sampling.grammar is not None or (question.control is not None and question.control.task)
-        return run_vote(Samples(self, question), how, self._steersman, in_flight=not guarded)
+        text = question.text or self.prompts.decode(question.prompt)
+        return self._decisions.run(replace(question, request_id=question.request_id or self._new_id(), text=text), how)
 
     async def extend(
         self,
@@ -182,6 +182,7 @@ class AsyncEngine(Controls):
         n: int = 1,
         temperature: float | None = None,
         seed: int | None = None,
+        end_thinking: ThinkingEndReason | None = None,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -189,7 +190,8 @@ class AsyncEngine(Controls):
 
         Outputs hold what is new; their counts are those of the whole response. A part that ends at its boundary has
         `finish_reason` boundary and a `handle` of its own. Without a `seed` one choice goes on as the branch itself
-        would have. Raises NotFoundError for a handle that is not there, or of another namespace.
+        would have; `end_thinking` closes thinking at once. Raises NotFoundError for a handle that is not there, or of
+        another namespace.
         """
         sampling = SamplingParams(n=n, seed=seed, temperature=1.0 if temperature is None else temperature)
         self._check_queue(sampling.n)
@@ -203,6 +205,7 @@ class AsyncEngine(Controls):
             n=n,
             temperature=temperature,
             seed=seed,
+            end_thinking=end_thinking,
             arrival_time=time.monotonic(),
         )
         outputs = self._follow(

@@ -14,7 +14,7 @@ from thinkfold.errors import ConflictError
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.forks import share
 from thinkfold.scheduler.scheduler import Scheduler
-from thinkfold.types import EngineRequest, FinishReason, Handle
+from thinkfold.types import EngineRequest, FinishReason, Handle, ThinkingEndReason
 
 
 class Requests(Protocol):
@@ -102,7 +102,7 @@ class Branching:
         return at
 
     def extend(self, order: Extend) -> None:
-        """Start a request from a handle. Raises NotFoundError."""
+        """Start a request from a handle. Raises NotFoundError, ConflictError if it is to end thinking that is over."""
         kept = self._core.handles.use(order.handle, order.namespace)
         self._bring(kept.branch)
         known = kept.branch.request
@@ -111,11 +111,15 @@ class Branching:
         request = replace(
             known, request_id=order.request_id, sampling=sampling, until=order.until, arrival_time=order.arrival_time
         )
-        pairs = [self._branch(kept, request, index) for index in range(order.n)]
+        pairs = [self._branch(kept, request, index, order.end_thinking) for index in range(order.n)]
         self._core.begin(request, [branch for branch, _ in pairs], [control for _, control in pairs])
 
-    def _branch(self, kept: Kept, request: EngineRequest, index: int) -> tuple[Branch, PartControl]:
+    def _branch(
+        self, kept: Kept, request: EngineRequest, index: int, end: ThinkingEndReason | None
+    ) -> tuple[Branch, PartControl]:
         source, control = kept.branch, kept.control.fork(index, request.until)
+        if end is not None:
+            control.end_thinking(end)
         branch = Branch(request, index, self._core.next_order(), control, list(source.token_ids))
         branch.stream = source.random_stream + index
         branch.lineage = source.lineage

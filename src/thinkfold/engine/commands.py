@@ -90,7 +90,10 @@ class Hash(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extend(Order):
-    """Start the request `request_id` from a handle: `n` choices, each to the end of a part, or to its own end."""
+    """Start the request `request_id` from a handle: `n` choices, each to the end of a part, or to its own end.
+
+    With `end_thinking` thinking, which must be open, is closed at once for that reason.
+    """
 
     handle: str
     namespace: tuple[str, ...]
@@ -98,6 +101,7 @@ class Extend(Order):
     n: int = 1
     temperature: float | None = None
     seed: int | None = None
+    end_thinking: ThinkingEndReason | None = None
     arrival_time: float = 0.0
 
 

@@ -30,10 +30,11 @@ from thinkfold.types import (
     Service,
     ThinkingEndReason,
     ThinkingParams,
+    Until,
 )
 
-_ONCE = ("prompt_tokens", "cached_tokens")  # of the first wave only
-_SEEDS = 2**62
+_ONCE = ("prompt_tokens", "cached_tokens")  # of the first request only
+SEEDS = 2**62
 _NEXT_TO_NOTHING = 1e-9  # of money: thinking ends at once
 
 
@@ -49,6 +50,7 @@ class Sampled(Protocol):
         *,
         request_id: str | None = None,
         namespace: tuple[str, ...] = (),
+        until: Until | None = None,
         service: Service | None = None,
         control: ControlParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
@@ -62,7 +64,7 @@ class Sampled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What all samples are asked, and how they are drawn."""
+    """What all samples are asked, and how they are drawn. `text` is the question as a verifier reads it."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -72,6 +74,7 @@ class Question:
     request_id: str = ""
     namespace: tuple[str, ...] = ()
     service: Service | None = None
+    text: str = ""
 
     def check(self, field: str) -> None:
         """Raise ParameterError for what makes several samples one."""
@@ -135,6 +138,10 @@ class Samples:
             raise found
         return found
 
+    def tell(self, number: int) -> None:
+        """Something has happened to a sample beside what it writes: it comes up as news."""
+        self._news.put_nowait(self.all[number])
+
     async def cancel(self, numbers: Sequence[int]) -> None:
         """End samples; their tokens are discarded."""
         for sample in (self.all[number] for number in numbers):
@@ -175,16 +182,7 @@ class Samples:
         )
 
     def costs(self) -> Costs:
-        """Summed over the waves; the prompt counts once, memory by its peak."""
-        total = Costs()
-        for wave, output in sorted(self._last.items()):
-            for name in (f.name for f in fields(Costs)):
-                mine, more = getattr(total, name), getattr(output.costs, name)
-                if name == "kv_peak_entries":
-                    setattr(total, name, max(mine, more))
-                elif wave == 0 or name not in _ONCE:
-                    setattr(total, name, mine + more)
-        return total
+        return summed([output.costs for _, output in sorted(self._last.items())])
 
     def _left(self) -> Service | None:
         """What earlier waves leave of the deadline and the cost of them all."""
@@ -200,7 +198,7 @@ class Samples:
 
     async def _run(self, wave: int, samples: Sequence[Sample]) -> None:
         asked = self.question
-        sampling = replace(asked.sampling, n=len(samples), seed=(self._seed + samples[0].number) % _SEEDS)
+        sampling = replace(asked.sampling, n=len(samples), seed=(self._seed + samples[0].number) % SEEDS)
         outputs = self._engine.generate(
             asked.prompt,
             sampling,
@@ -232,3 +230,16 @@ class Samples:
         for one in news.stats:
             sample.confidence.push(one.confidence)
         self._news.put_nowait(sample)
+
+
+def summed(bills: Sequence[Costs]) -> Costs:
+    """What several requests for one prompt cost: it counts once, as the first has it, memory by its peak."""
+    total = Costs()
+    for number, bill in enumerate(bills):
+        for name in (f.name for f in fields(Costs)):
+            mine, more = getattr(total, name), getattr(bill, name)
+            if name == "kv_peak_entries":
+                setattr(total, name, max(mine, more))
+            elif number == 0 or name not in _ONCE:
+                setattr(total, name, mine + more)
+    return total

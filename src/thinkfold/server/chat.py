@@ -25,7 +25,8 @@ from thinkfold.server.state import state_of
 from thinkfold.server.structured import ResponseFormat
 from thinkfold.server.tools import Tool, Toolbox, ToolChoice, known_format
 from thinkfold.server.turns import NextTurn
-from thinkfold.types import ControlParams, Grammar, VoteParams
+from thinkfold.text.messages import last_question
+from thinkfold.types import ControlParams, Decision, Grammar, one_decision, parse_best_of, parse_search
 
 router = APIRouter()
 
@@ -40,6 +41,8 @@ class ChatRequest(RequestFields):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    best_of: dict[str, Any] | None = None
+    search: dict[str, Any] | None = None
     # Understood and refused: only null or the value that asks for nothing.
     store: Literal[False] | None = None
     functions: None = None
@@ -70,8 +73,8 @@ class ChatRequest(RequestFields):
         params = super().control_params()
         return replace(params or ControlParams(), task="tools") if self.tools else params
 
-    def decision(self) -> VoteParams | None:
-        how = super().decision()
+    def decision(self) -> Decision | None:
+        how = one_decision(super().decision(), parse_best_of(self.best_of), parse_search(self.search))
         if how is not None and self.tools:
             raise ParameterError(how.field, "goes without tools: calls are not compared")
         return how
@@ -133,6 +136,7 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         parameters=(toolbox.for_template(), body.reasoning_effort),
         control=body.control_params(),
         how=body.decision(),
+        question=last_question(body.messages),
         names={**FIELD_NAMES, **body.vote_names, "prompt": "messages"},
     )
     shape = ChatShape(num_logprobs, engine.prompts.token_bytes, calls)

@@ -16,6 +16,7 @@ from thinkfold.server.defaults import sampling_defaults
 from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import (
     ControlParams,
+    Decision,
     FoldParams,
     Handle,
     PinnedPrefix,
@@ -24,7 +25,6 @@ from thinkfold.types import (
     Service,
     ThinkingParams,
     Until,
-    VoteParams,
 )
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Warmable(Protocol):
 class Deciding(Protocol):
     """An engine that can ask several samples and decide between them."""
 
-    def decide(self, question: Question, how: VoteParams) -> AsyncGenerator[RequestOutput, None]: ...
+    def decide(self, question: Question, how: Decision) -> AsyncGenerator[RequestOutput, None]: ...
 
 
 def deciding(engine: Engine, field: str) -> Deciding:

@@ -27,11 +27,12 @@ from thinkfold.server.turns import NextTurn, compute_ahead
 from thinkfold.types import (
     CompletionOutput,
     ControlParams,
+    Decision,
     Outcome,
     RequestOutput,
     SamplingParams,
+    SearchParams,
     ThinkingParams,
-    VoteParams,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,13 +88,14 @@ class Job:
     turn: NextTurn | None = None  # where the reply is an answer in a chat
     parameters: tuple[object, ...] = ()  # what else an answer depends on, such as tools
     control: ControlParams | None = None
-    how: VoteParams | None = None  # where the reply is decided over several samples
+    how: Decision | None = None  # where the reply is decided over several samples
+    question: str = ""  # as a verifier reads it
     names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields as the client knows them
 
     @property
     def samples(self) -> int:
-        """Choices or votes of each prompt."""
-        return self.sampling.n if self.how is None else self.how.n
+        """Choices, samples or branches of a search, of each prompt."""
+        return self.sampling.n if self.how is None else self.how.samples
 
     @property
     def thinking_choices(self) -> int:
@@ -101,9 +103,12 @@ class Job:
         return 0 if self.thinking.template_switch is False else len(self.prompts) * self.samples
 
     def asks(self, engine: Engine) -> Asks:
-        """What its tier has to allow."""
-        field = "n" if self.how is None else f"{self.names.get(self.how.field, self.how.field)}.n"
-        return Asks(len(self.prompts), self.samples, field, self.control, engine.model.budget_enforced)
+        """What its tier has to allow. The steps of a search end by their own rules, whatever the tier stops early."""
+        field, can_stop = "n", engine.model.budget_enforced
+        if self.how is not None:
+            field = f"{self.names.get(self.how.field, self.how.field)}.{self.how.counted}"
+            can_stop = can_stop and not isinstance(self.how, SearchParams)
+        return Asks(len(self.prompts), self.samples, field, self.control, can_stop)
 
 
 async def respond(request: Request, engine: Engine, job: Job, writer: Writer) -> Response:
@@ -182,6 +187,7 @@ def _outputs(
             request_id,
             namespace,
             serving.service,
+            job.question,
         )
         return deciding(engine, job.how.field).decide(question, job.how)
     return engine.generate(
@@ -204,7 +210,7 @@ def _told(job: Job, choice: Choice, news: CompletionOutput, outcome: Outcome | N
     if not job.events:
         return []
     segments = [Told(SEGMENT_EVENT, {"segment": segment_data(choice.index, each)}) for each in news.segments]
-    states = [] if outcome is None else [Told(f"thinkfold.{outcome.kind}", {outcome.kind: asdict(outcome)})]
+    states = [] if outcome is None else [Told(f"thinkfold.{outcome.field}", {outcome.field: asdict(outcome)})]
     return segments + [Told(EVENT, {"fold": data}) for data in folds] + states
 
 

@@ -172,7 +172,7 @@ class Reply:
         serving, policy = self._serving, echo(*self._policies)
         more = {} if serving is None else serving.shown()
         policy |= {} if serving is None else serving.policy()
-        decided = {} if self.outcome is None else {self.outcome.kind: asdict(self.outcome)}
+        decided = {} if self.outcome is None else {self.outcome.field: asdict(self.outcome)}
         return {"policy": policy, "segments": states, **more, **decided}
 
 

@@ -57,6 +57,12 @@ def parse_messages(messages: Any, markers: Markers) -> list[Message]:
     return [_parse_message(f"messages[{i}]", raw, markers) for i, raw in enumerate(messages)]
 
 
+def last_question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last user message of a checked chat; empty without one."""
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    return _content("messages", asked[-1]) or "" if asked else ""
+
+
 def normalize(messages: list[Message]) -> list[Message]:
     """Line ends and trailing blanks of lines made uniform in system and few-shot text.
 

@@ -176,6 +176,10 @@ class PromptRenderer:
         """The bytes a token stands for; of a character in several tokens, its part of it."""
         return self._vocabulary.token_bytes(token_id)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, markers included."""
+        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+
     def _reads(self, variable: str) -> bool:
         return re.search(rf"(?<![\w.'\"]){variable}(?![\w'\"])", self._code) is not None
 

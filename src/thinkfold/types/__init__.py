@@ -13,7 +13,7 @@ from thinkfold.types.fold import (
 )
 from thinkfold.types.grammar import MAX_GRAMMAR_CHARS, Grammar, schema_format
 from thinkfold.types.limits import Clamp, Limits
-from thinkfold.types.outcome import AnswerClass, Outcome, VoteState
+from thinkfold.types.outcome import AnswerClass, BestOfState, Outcome, SampleScore, SearchNode, SearchState, VoteState
 from thinkfold.types.output import (
     Boundary,
     CompletionOutput,
@@ -29,11 +29,20 @@ from thinkfold.types.prefix import PinnedPrefix
 from thinkfold.types.probe import ProbeResult
 from thinkfold.types.request import EngineRequest, PromptState
 from thinkfold.types.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS, SamplingParams
+from thinkfold.types.search import SearchParams, parse_search
 from thinkfold.types.service import Prices, Service, Tier
 from thinkfold.types.session import SessionParams, SessionState
 from thinkfold.types.thinking import DEFAULT_THINKING_BUDGET, EFFORT_BUDGETS, UNLIMITED, ThinkingParams, ThinkingPolicy
 from thinkfold.types.until import Handle, Until
-from thinkfold.types.vote import BestOfParams, SearchParams, VoteParams, parse_best_of, parse_search, parse_vote
+from thinkfold.types.verdict import Judged, Score, Scorer, Verdict
+from thinkfold.types.vote import (
+    BestOfParams,
+    Decision,
+    VoteParams,
+    one_decision,
+    parse_best_of,
+    parse_vote,
+)
 
 __all__ = [
     "DEFAULT_THINKING_BUDGET",
@@ -50,11 +59,13 @@ __all__ = [
     "AnswerClass",
     "AtAnswer",
     "BestOfParams",
+    "BestOfState",
     "Boundary",
     "Clamp",
     "CompletionOutput",
     "ControlParams",
     "Costs",
+    "Decision",
     "EarlyStop",
     "EngineRequest",
     "FinishReason",
@@ -65,6 +76,7 @@ __all__ = [
     "FoldProfile",
     "Grammar",
     "Handle",
+    "Judged",
     "Limits",
     "Outcome",
     "Phase",
@@ -74,8 +86,13 @@ __all__ = [
     "ProbeResult",
     "PromptState",
     "RequestOutput",
+    "SampleScore",
     "SamplingParams",
+    "Score",
+    "Scorer",
+    "SearchNode",
     "SearchParams",
+    "SearchState",
     "Segment",
     "Service",
     "SessionParams",
@@ -87,8 +104,10 @@ __all__ = [
     "TokenLogprobs",
     "TokenStats",
     "Until",
+    "Verdict",
     "VoteParams",
     "VoteState",
+    "one_decision",
     "parse_best_of",
     "parse_control",
     "parse_early_stop",

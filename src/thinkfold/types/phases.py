@@ -33,6 +33,7 @@ class ThinkingEndReason(StrEnum):
     EOS = "eos"  # the model sampled EOS inside thinking and the engine closed it
     UNCLOSED = "unclosed"  # the response ended while thinking was open
     VOTE = "vote"  # a vote was settled while this sample still thought, and it was to write the answer
+    SEARCH = "search"  # a search had found its state, and it was to write the answer
     # Rules of early stopping, by their names (see docs/control.md).
     MARGIN = "margin"
     ENTROPY = "entropy"
