@@ -89,8 +89,8 @@ class Replies:
 class Looks(Steersman):
     """Every probe gives one answer."""
 
-    def __init__(self, answer: str = "7}") -> None:
-        super().__init__(None, language()[2], (), "pebble")  # type: ignore[arg-type]
+    def __init__(self, answer: str = "7}", **more) -> None:
+        super().__init__(None, language()[2], (), "pebble", **more)  # type: ignore[arg-type]
         self.answer, self.asked = answer, 0
 
     async def look(self, name, choice, action, at):

@@ -225,6 +225,7 @@ async def test_other_owners_parameters_and_a_bypass_compute_anew() -> None:
                 (RIGHT, {"temperature": 0.5}, step),
                 (RIGHT, {"cache_salt": "x"}, step),
                 (RIGHT, {"reasoning_effort": "low"}, step),
+                (RIGHT, {"early_stop": {"entropy": 0.1}}, step),
                 (RIGHT, {}, {"step": "Add", "bypass": True}),
             ],
             start=2,
@@ -232,7 +233,9 @@ async def test_other_owners_parameters_and_a_bypass_compute_anew() -> None:
             reply = await ask(client, secret, body, step_cache=wish)
             assert len(engine.calls) == number and reply.json()["usage"]["thinkfold"]["step_cache"] == {"hit": False}
         await ask(client, step_cache=step)
-        assert len(engine.calls) == 6, "what a bypass computed is kept"
+        assert len(engine.calls) == 7, "what a bypass computed is kept"
+        await ask(client, step_cache=step, fold={"policy": "off"})
+        assert len(engine.calls) == 8, "folding may change an answer"
 
 
 async def test_unfinished_answers_are_not_kept_and_what_cannot_be_is_refused() -> None:

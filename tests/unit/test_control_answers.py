@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from fractions import Fraction
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinkfold.config import EngineConfig
 from thinkfold.control.canonical import Kind, form_of
-from thinkfold.control.embedding import EmbeddingError, UrlEmbedder, cosine, open_embedder
+from thinkfold.control.embedding import EmbeddingError, UrlEmbedder, configured_embedder, cosine, open_embedder
 from thinkfold.control.extract import extract
 from thinkfold.control.judge import prompt_for, read_groups
 from thinkfold.control.likeness import edit_ratio
 from thinkfold.control.numbers import read_number
 from thinkfold.control.symbolic import is_small
+from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.errors import ParameterError
 
 
@@ -156,11 +158,13 @@ class Endpoint(BaseHTTPRequestHandler):
     """An embeddings API that gives the lengths of words, in reverse order."""
 
     bodies: ClassVar[list[dict[str, Any]]] = []
+    keys: ClassVar[list[str | None]] = []
     broken = False
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
+        self.keys.append(self.headers["Authorization"])
         rows = [{"index": i, "embedding": [len(t), 1.0]} for i, t in enumerate(body["input"])]
         data = json.dumps({"data": rows[:0] if self.broken else rows[::-1]}).encode()
         self.send_response(200)
@@ -209,6 +213,24 @@ def test_embeddings_of_a_folder(tmp_path: Path) -> None:
     assert cosine(alone, padded) == pytest.approx(1.0, abs=1e-5)
     assert cosine(alone, other) < 0.999
     assert cosine(alone, embedder.embed(["red house"])[0]) == pytest.approx(1.0, abs=1e-5)  # padding changes nothing
+
+
+async def test_an_engine_has_the_embedder_of_its_configuration(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(config: EngineConfig) -> NoReturn:
+        raise AssertionError("no model is loaded for an embedder that is not there")
+
+    with pytest.raises(ParameterError, match=r"answer_embedder: there is no folder"):
+        await AsyncEngine.start(EngineConfig(answer_embedder=str(tmp_path / "none"), own_process=False), build=never)
+    for wrong in ({"answer_min_cosine": 1.5}, {"answer_embedder_model": "small"}):
+        with pytest.raises(ParameterError, match=next(iter(wrong))):
+            EngineConfig(**wrong)
+    monkeypatch.setenv("THINKFOLD_EMBEDDER_KEY", "secret")
+    embedder = configured_embedder(EngineConfig(answer_embedder=endpoint, answer_embedder_model="small"))
+    assert embedder is not None and len(embedder.embed(["a", "b"])) == 2
+    assert Endpoint.bodies[-1]["model"] == "small" and Endpoint.keys[-1] == "Bearer secret"
+    assert configured_embedder(EngineConfig()) is None
 
 
 def test_an_embedder_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

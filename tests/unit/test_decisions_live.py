@@ -9,6 +9,7 @@ from decision_script import ASKED, Looks, Replies, boxed
 from scripted import OPEN_PROMPT, ids, loop, make_engine
 
 from thinkfold.config import EngineConfig
+from thinkfold.control.embedding import unit
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.engine.samples import Question, Samples
@@ -53,6 +54,21 @@ async def test_an_open_vote_goes_on_in_waves_with_other_seeds_and_pays_the_promp
     assert engine.seeds == [1, 5]
     assert (last.costs.prompt_tokens, last.costs.cached_tokens, last.costs.computed_prompt_tokens) == (3, 1, 3)
     assert last.costs.answer_tokens == 8 and last.costs.thinking_tokens == 8 * 5
+
+
+class Seeing:
+    """An embedder to which every text means the same."""
+
+    def embed(self, texts):
+        return [unit((1.0, 0.0)) for _ in texts]
+
+
+@pytest.mark.parametrize(("embedder", "classes"), [(Seeing(), [4]), (None, [2, 2])])
+async def test_prose_is_compared_by_the_engines_embedder(embedder, classes):
+    texts = ["It is red.", "The colour of a rose.", "It is red.", "The colour of a rose."]
+    last = (await vote(Replies(texts), VoteParams(4, mode="all", stop="exact"), Looks(embedder=embedder)))[-1]
+    assert isinstance(last.outcome, VoteState)
+    assert [one.count for one in last.outcome.classes] == classes
 
 
 async def test_waves_share_one_deadline_and_one_cost():

@@ -155,7 +155,7 @@ def open_serving(
             raise ParameterError("thinkfold.step_cache", "this server keeps no answers of steps")
         tier = service.tier.name
         serving.cache = state.step_cache
-        serving.key = key_of(tenant, wish.step_cache.step, tier, request.url.path, sampling, *parameters)
+        serving.key = key_of(tenant, wish.step_cache.step, tier, request.url.path, sampling, serving.fold, *parameters)
         serving.answer = None if wish.step_cache.bypass else state.step_cache.get(serving.key)
     if session is not None:
         choices = 0 if serving.answer is not None else prompts * asks.samples
