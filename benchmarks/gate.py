@@ -4,7 +4,8 @@ Every fold is made alone, everything else stays raw: the estimate is that of the
 position), the true error is the KL to full KV, and the rise of the loss, over the `--horizon` tokens that come after
 it. Pebble reads recorded answers to `long` problems and folds where the engine would; SmolLM2 reads technical prose and
 folds eight stretches of 512, each 256 tokens after its end. Spearman's rank correlation is over folds: of each arm, and
-of all arms together.
+of all arms together. What costs less than rounding moves (`NOISE`) costs nothing; such folds share their rank, and
+`costly` counts the others.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from thinkfold.types import FOLD_PROFILES
 
 fold: Any = bench.load(Path(__file__).with_name("fold.py"))  # where folds happen and who judges them
 
+NOISE = 1e-6  # nats a token; the KL of two fp32 readings that differ in rounding alone is below it
 STRETCH, DELAY, PROMPT = 512, 256, 4  # of SmolLM2's texts, in tokens
 ARMS = {
     "pebble": ("conclusion_attention/32", "conclusion_attention/8", "streaming/32", "attention_matching/32", "drop/0"),
@@ -140,8 +142,9 @@ def metrics(folds: Sequence[Judged]) -> dict[str, float]:
     estimates, kls, dnlls = ([getattr(f, name) for f in folds] for name in ("estimate", "kl", "dnll"))
     return {
         "n": len(folds),
-        "gate_spearman": spearman(estimates, kls),
-        "gate_spearman_dnll": spearman(estimates, dnlls),
+        "costly": sum(kl > NOISE for kl in kls),
+        "gate_spearman": spearman(estimates, [kl if kl > NOISE else 0.0 for kl in kls]),
+        "gate_spearman_dnll": spearman(estimates, [dnll if abs(dnll) > NOISE else 0.0 for dnll in dnlls]),
         "estimate_mean": fmean(estimates),
         "kl": fmean(kls),
         "dnll": fmean(dnlls),

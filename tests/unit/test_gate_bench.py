@@ -90,6 +90,14 @@ def test_rows_name_all_folds_and_their_correlations() -> None:
     assert numbers["gate_spearman"] == pytest.approx(0.5) == -numbers["gate_spearman_dnll"]
 
 
+def test_costs_below_rounding_are_none_and_share_a_rank() -> None:
+    costs = ((0.1, 3e-9), (0.2, -2e-8), (0.3, 1e-9), (0.4, 0.5))
+    numbers = gate.metrics([gate.Judged("a/1", estimate, cost, cost) for estimate, cost in costs])
+    tied = gate.spearman([1, 2, 3, 4], [0, 0, 0, 1])
+    assert numbers["costly"] == 1
+    assert numbers["gate_spearman"] == numbers["gate_spearman_dnll"] == pytest.approx(tied)
+
+
 @pytest.mark.parametrize("arm", ["nothing/3", "drop", "drop/x"])
 def test_an_arm_that_is_none_is_refused_by_name(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
