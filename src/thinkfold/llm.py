@@ -98,10 +98,13 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Conversation], [messages] if single else messages)
         thinking = (thinking or ThinkingParams()).with_default(self.engine.config.enable_thinking)
-        encode = self.engine.prompts.encode_chat
-        closes = thinking.spends_none and self.engine.model.budget_enforced
-        switch, how = thinking.template_switch, one_decision(vote, best_of, search)
-        asked = [(encode(c, enable_thinking=switch, closes=closes), last_question(c)) for c in conversations]
+        switches: dict[str, Any] = {
+            "enable_thinking": thinking.template_switch,
+            "reasoning_effort": thinking.reasoning_effort,
+            "closes": thinking.spends_none and self.engine.model.budget_enforced,
+        }
+        encode, how = self.engine.prompts.encode_chat, one_decision(vote, best_of, search)
+        asked = [(encode(each, **switches), last_question(each)) for each in conversations]
         return self._run(self._answer(asked, sampling, thinking, fold, control, how, service, session))
 
     def session(self, name: str) -> SessionState:

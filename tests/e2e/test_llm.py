@@ -32,6 +32,16 @@ def test_chat_takes_one_conversation_or_many(llm):
     assert [o.outputs[0].token_ids for o in two] == [one[0].outputs[0].token_ids] * 2
 
 
+def test_the_effort_reaches_a_template_that_takes_it(llm, monkeypatch):
+    asked = []
+    encode = llm.engine.prompts.encode_chat
+    monkeypatch.setattr(
+        llm.engine.prompts, "encode_chat", lambda chat, **more: asked.append(more) or encode(chat, **more)
+    )
+    llm.chat([{"role": "user", "content": "hi"}], SHORT, ThinkingParams(reasoning_effort="low"))
+    assert asked[0]["reasoning_effort"] == "low"
+
+
 def test_thinking_off_reaches_the_template(llm):
     off = llm.chat([{"role": "user", "content": "hi"}], SHORT, ThinkingParams(enabled=False))
     none = llm.chat([{"role": "user", "content": "hi"}], SHORT, ThinkingParams(reasoning_effort="none"))

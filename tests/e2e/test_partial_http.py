@@ -96,6 +96,18 @@ def test_a_foreign_handle_is_not_there(client: httpx.Client) -> None:
     assert client.delete(f"{PATH}/{mine}", params={"cache_salt": "acme"}).status_code == 200
 
 
+def test_the_effort_and_a_budget_of_none_reach_the_template(
+    client: httpx.Client, pebble: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, asked = pebble.engine.prompts, []
+    encode = prompts.encode_chat
+    monkeypatch.setattr(prompts, "encode_chat", lambda chat, **more: asked.append(more) or encode(chat, **more))
+    part(client, messages=QUESTION, reasoning_effort="low", until={"max_tokens": 2})
+    opened = [*QUESTION, {"role": "assistant", "content": "<think>So"}]
+    part(client, messages=opened, thinking_token_budget=0, until={"max_tokens": 2})
+    assert [(more["reasoning_effort"], more["closes"]) for more in asked] == [("low", False), (None, True)]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -111,6 +123,9 @@ def test_a_foreign_handle_is_not_there(client: httpx.Client) -> None:
         ({"prompt": "a", "thinkfold": {"control": {"preset": "balanced"}}}, "thinkfold.control"),
         ({"prompt": "a", "thinkfold": {"vote": True}}, "thinkfold.vote"),
         ({"prompt": "a", "thinkfold": {"events": True}}, "thinkfold.events"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options"),
+        ({"prompt": "a", "early_stop_threshold": {"entropy": 0.1}}, "early_stop_threshold"),
+        ({"prompt": "a", "thinkfold": {"events": False}}, "thinkfold.events"),
     ],
 )
 def test_wrong_parts_name_their_field(client: httpx.Client, body: dict[str, Any], param: str) -> None:

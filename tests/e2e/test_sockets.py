@@ -10,7 +10,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -30,6 +31,7 @@ LONG: dict[str, Any] = {
     "max_tokens": 1900,
 }
 PAUSE = threading.Event()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -71,6 +73,34 @@ def open_stream(served: Served) -> socket.socket:
         sock.close()
         PAUSE.wait(0.05)
     raise AssertionError("the queue never emptied")
+
+
+@contextmanager
+def serve_process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`thinkfold serve` with random weights once it is ready, and its URL (with /v1)."""
+    command = [sys.executable, "-m", "thinkfold", "serve", "--port", "0", "--load-format", "dummy", *flags]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits an ignored one
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "http://127.0.0.1:" in line, process.stderr.read() if process.stderr else ""
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+
+
+def refused(url: str) -> bool:
+    """Whether nobody listens there."""
+    where = urlparse(url)
+    with socket.socket() as sock:
+        return sock.connect_ex((where.hostname, where.port)) != 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -185,12 +215,7 @@ def test_metrics_count_what_was_served(served: Served) -> None:
 
 
 def test_requests_that_outlive_the_grace_get_a_last_message() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "thinkfold", "serve", "--port", "0", "--load-format", "dummy", "--drain-s", "0.1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[-1]
+    with serve_process("--drain-s", "0.1") as (process, url):
         body = {**LONG, "max_tokens": 16_000}
         waiting: list[httpx.Response] = []
         whole = threading.Thread(
@@ -205,38 +230,32 @@ def test_requests_that_outlive_the_grace_get_a_last_message() -> None:
             events = [line for line in lines if line]
         whole.join(60)
         _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
     assert '"code":"engine_dead"' in events[-2] and events[-1] == "data: [DONE]"
     assert waiting[0].status_code == 503 and waiting[0].json()["error"]["code"] == "engine_dead"
-    assert "Traceback" not in errors
+    assert process.returncode == 0 and "Traceback" not in errors
+
+
+def test_a_second_ctrl_c_waits_for_nobody() -> None:
+    with serve_process("--drain-s", "3600") as (process, url):
+        body = {**LONG, "max_tokens": 16_000, "stream": True}
+        with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as stream:
+            assert next(stream.iter_lines()).startswith("data: ")
+            process.send_signal(signal.SIGINT)
+            assert eventually(lambda: refused(url))
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_thinkfold_serve_from_start_to_signal(how: signal.Signals) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "thinkfold.cli.main", "serve", "--port", "0", "--load-format", "dummy"]
-    command += ["--max-model-len", "512", "--kv-cache-bytes", "16777216"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=lambda: signal.signal(how, signal.SIG_DFL),  # a background job inherits an ignored SIGINT
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert "http://127.0.0.1:" in line, process.stderr.read() if process.stderr else ""
-        url = line.split()[-1]
+    with serve_process("--max-model-len", "512", "--kv-cache-bytes", "16777216") as (process, url):
         assert httpx.get(url.removesuffix("/v1") + "/ready").status_code == 200
-        asked = [*command[:3], "ask", "hello", "--url", url, "--max-tokens", "4", "--depth", "none"]
-        done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=60)
+        asked = [sys.executable, "-m", "thinkfold", "ask", "hello", "--url", url]
+        asked += ["--max-tokens", "4", "--depth", "none"]
+        done = subprocess.run(asked, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "answer tokens" in done.stdout and "\x1b" not in done.stdout
         process.send_signal(how)
         _, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode in (130, -signal.SIGTERM) and "Traceback" not in errors
+    assert process.returncode == 0 and "Traceback" not in errors

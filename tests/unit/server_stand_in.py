@@ -22,6 +22,7 @@ from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import (
     EFFORT_BUDGETS,
     UNLIMITED,
+    Clamp,
     CompletionOutput,
     ControlParams,
     Costs,
@@ -82,6 +83,7 @@ class ScriptedEngine:
     refuse: Exception | None = None
     fail_after: int | None = None
     ends_after: int | None = None
+    clamped: tuple[Clamp, ...] = ()
     gate: asyncio.Event | None = None
     order: Sequence[int] | None = None
     told: Mapping[int, Sequence[Segment | Fold]] = field(default_factory=dict)
@@ -152,7 +154,7 @@ class ScriptedEngine:
             fold, config=self.config, thinks=True, selectors=SELECTORS, token_id=lambda text, field: 0
         )
         service = service or Service()
-        limits = Limits(None, (), service.tier.name, service.deadline_ms, service.max_cost)
+        limits = Limits(None, self.clamped, service.tier.name, service.deadline_ms, service.max_cost)
         self.running += 1
         finished = False
         branches = [_Branch(self, i, prompt, sampling) for i in range(sampling.n)]

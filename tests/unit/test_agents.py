@@ -15,8 +15,20 @@ from thinkfold.errors import NotFoundError, ParameterError, SessionsFullError
 from thinkfold.server.access.gate import Access
 from thinkfold.server.access.keys import KeyTable
 from thinkfold.server.agents.step_cache import Answer, StepCache, key_of, normalised
+from thinkfold.server.serving import Serving
 from thinkfold.server.state import ServerOptions
-from thinkfold.types import Costs, Limits, RequestOutput, SessionParams, ThinkingPolicy
+from thinkfold.types import (
+    Clamp,
+    CompletionOutput,
+    Costs,
+    FinishReason,
+    Limits,
+    RequestOutput,
+    Service,
+    SessionParams,
+    ThinkingEndReason,
+    ThinkingPolicy,
+)
 from thinkfold.types.fold import FoldPolicy
 
 CHAT = "/v1/chat/completions"
@@ -219,23 +231,22 @@ async def test_other_owners_parameters_and_a_bypass_compute_anew() -> None:
     async with guarded(Access(KEYS), engine) as client:
         step = {"step": "Add"}
         await ask(client, step_cache=step)
-        for number, (secret, body, wish) in enumerate(
-            [
-                (WRONG, {}, step),
-                (RIGHT, {"temperature": 0.5}, step),
-                (RIGHT, {"cache_salt": "x"}, step),
-                (RIGHT, {"reasoning_effort": "low"}, step),
-                (RIGHT, {"early_stop": {"entropy": 0.1}}, step),
-                (RIGHT, {}, {"step": "Add", "bypass": True}),
-            ],
-            start=2,
-        ):
-            reply = await ask(client, secret, body, step_cache=wish)
+        others: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            (WRONG, {}, {}),
+            (RIGHT, {"temperature": 0.5}, {}),
+            (RIGHT, {"cache_salt": "x"}, {}),
+            (RIGHT, {"reasoning_effort": "low"}, {}),
+            (RIGHT, {"early_stop": {"entropy": 0.1}}, {}),
+            (RIGHT, {}, {"control": {"preset": "balanced"}}),
+            (RIGHT, {}, {"fold": {"policy": "eager"}}),
+            (RIGHT, {}, {"max_cost": 3}),
+            (RIGHT, {}, {"step_cache": {"step": "Add", "bypass": True}}),
+        ]
+        for number, (secret, body, ours) in enumerate(others, start=2):
+            reply = await ask(client, secret, body, **{"step_cache": step, **ours})
             assert len(engine.calls) == number and reply.json()["usage"]["thinkfold"]["step_cache"] == {"hit": False}
         await ask(client, step_cache=step)
-        assert len(engine.calls) == 7, "what a bypass computed is kept"
-        await ask(client, step_cache=step, fold={"policy": "off"})
-        assert len(engine.calls) == 8, "folding may change an answer"
+        assert len(engine.calls) == 10, "what a bypass computed is kept"
 
 
 async def test_unfinished_answers_are_not_kept_and_what_cannot_be_is_refused() -> None:
@@ -249,6 +260,16 @@ async def test_unfinished_answers_are_not_kept_and_what_cannot_be_is_refused() -
             assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("thinkfold.step_cache")
     async with guarded(Access(KEYS), engine, ServerOptions(step_cache_answers=0)) as client:
         assert (await ask(client, step_cache={"step": "x"})).status_code == 400
+
+
+def test_an_answer_that_its_session_cut_short_is_not_kept() -> None:
+    cache, clamp = StepCache(9, 10.0), Clamp("default_thinking_budget", 16_384, 256, "session")
+    serving = Serving("", Service(), cache=cache, key="k")
+    last = CompletionOutput(0, finish_reason=FinishReason.STOP, thinking_end_reason=ThinkingEndReason.BUDGET)
+    serving.keep("A", RequestOutput("r", [last], POLICY, Costs(), True, limits=Limits(clamped=(clamp,))))
+    assert cache.get("k") is None
+    serving.keep("A", RequestOutput("r", [last], POLICY, Costs(), True))
+    assert cache.get("k") is not None
 
 
 async def test_a_hit_spends_nothing_of_its_session() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from server_stand_in import EOS, ScriptedEngine
-from tiny_tokenizer import OPEN_TEMPLATE
+from tiny_tokenizer import EFFORT_TEMPLATE, OPEN_TEMPLATE
 
 import thinkfold
 from thinkfold.cli import ask, serve
@@ -28,7 +28,7 @@ from thinkfold.config import EngineConfig
 from thinkfold.errors import RequestFailedError
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.reply import three_costs
-from thinkfold.types import Costs, Fold, FoldParams, FoldProfile, SamplingParams, Segment, ThinkingParams
+from thinkfold.types import Clamp, Costs, Fold, FoldParams, FoldProfile, SamplingParams, Segment, ThinkingParams
 
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1])}
 
@@ -168,18 +168,28 @@ def test_ask_says_what_a_broken_server_did(reply: bytes, words: str, capsys: pyt
     assert words in captured.err and captured.err.count("\n") == 1
 
 
-def test_ask_asks_a_server_for_folds_and_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+CLAMPED = [
+    {"field": "thinking_token_budget", "asked": 12000, "granted": 7372, "by": "max_tokens"},
+    {"field": "max_tokens", "asked": None, "granted": 900, "by": "kv_pool"},
+]
+
+
+def test_ask_asks_a_server_for_folds_and_shows_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("THINKFOLD_API_KEY", "right")
     fold = {"choice": 0, "id": 0, "segment": 3, "start": 10, "end": 58, "entries": 16.0, "pages_freed": 2,
             "error": None, "refused": False}  # fmt: skip
-    usage = {"thinkfold": three_costs(Costs(folds=1, folded_tokens=48))}
+    usage, policy = {"thinkfold": three_costs(Costs(folds=1, folded_tokens=48))}, {"clamped": CLAMPED}
     stream = [
         f"event: thinkfold.fold\ndata: {json.dumps({'choices': [], 'thinkfold': {'fold': fold}})}\n\n".encode(),
         CHUNK,
         b'data: {"choices": [{"index": 0, "delta": {}, "thinking_end_reason": "budget"}]}\n\n',
-        f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode(),
+        f"data: {json.dumps({'choices': [], 'usage': usage, 'thinkfold': {'policy': policy}})}\n\n".encode(),
         b"data: [DONE]\n\n",
     ]
     bodies: list[bytes] = []
+    keys: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -188,6 +198,7 @@ def test_ask_asks_a_server_for_folds_and_shows_them(capsys: pytest.CaptureFixtur
                 length = 0
                 while (line := reader.readline().strip()) != b"":
                     length = int(line.split()[1]) if line.lower().startswith(b"content-length:") else length
+                    keys.extend([line.split()[2]] if line.lower().startswith(b"authorization: bearer") else [])
                 bodies.append(reader.read(length))
                 peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(stream))
 
@@ -197,7 +208,10 @@ def test_ask_asks_a_server_for_folds_and_shows_them(capsys: pytest.CaptureFixtur
         assert main(["ask", "q", "--url", url, "--fold", "eager", "--fold-entries", "8"]) == 0
         thread.join(10)
     assert json.loads(bodies[0])["thinkfold"] == {"fold": {"policy": "eager", "entries": 8}, "events": True}
+    assert keys == [b"right"]
     out = capsys.readouterr().out
+    assert "[thinking_token_budget: 7372 instead of 12000, lowered by max_tokens]" in out
+    assert "[max_tokens: 900 instead of no limit, lowered by kv_pool]" in out
     assert "[fold: segment 3, 48 tokens → 16 entries, 2 pages freed]\nx" in out
     assert "0 thinking (ended: budget, 48 folded)" in out
 
@@ -242,3 +256,12 @@ async def test_ask_shows_thinking_answer_and_costs(out: io.StringIO, ansi: bool)
     assert text.index("w") < text.index(f"\n{ask.DIM if ansi else ''}{folded}") < text.index(refused) < text.index("A")
     assert "thinking (ended: natural, 48 folded)" in text
     assert text.count("\n") >= 3 and text.endswith("s\n" if not ansi else "s\x1b[0m\n")
+
+
+async def test_ask_tells_the_template_its_depth_and_what_had_to_give_way() -> None:
+    engine = ScriptedEngine(template=EFFORT_TEMPLATE, clamped=(Clamp("max_tokens", 9999, 500, "model_length"),))
+    out = io.StringIO()
+    async for piece in ask._pieces(engine, "q", SamplingParams(), ThinkingParams(reasoning_effort="low"), FoldParams()):
+        ask._Printer(out).show(piece)
+    assert "Reasoning: low" in engine.calls[0].prompt
+    assert "[max_tokens: 500 instead of 9999, lowered by model_length]" in out.getvalue()

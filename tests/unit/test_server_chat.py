@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from server_stand_in import EOS, LOOP, ScriptedEngine, chat, events, join, serving
-from tiny_tokenizer import OPEN_TEMPLATE, PLAIN_TEMPLATE
+from tiny_tokenizer import EFFORT_TEMPLATE, OPEN_TEMPLATE, PLAIN_TEMPLATE
 
 FIVE = (*"aaaaa", "</think>", "A", "B", EOS)
 THREE_SCRIPTS = (("a", "</think>", "A", EOS), ("b", "b", "b", "</think>", "B", EOS), ("c",) * 6)
@@ -177,6 +177,21 @@ async def test_defaults_come_from_generation_config(tmp_path: Any) -> None:
         shown = (await client.get("/v1/models/tiny")).json()["thinkfold"]["sampling_defaults"]
     assert [(c.sampling.temperature, c.sampling.top_k) for c in engine.calls] == [(0.6, 20), (1.5, 20)]
     assert shown == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q"}], "reasoning_effort": "high"}),
+        ("/v1/responses", {"input": "q", "reasoning": {"effort": "high"}}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "q"}], "thinking": {"type": "adaptive"}}),
+    ],
+)
+async def test_a_template_that_takes_the_effort_is_told_it(path: str, body: dict[str, Any]) -> None:
+    engine = ScriptedEngine(template=EFFORT_TEMPLATE)
+    async with serving(engine) as client:
+        assert (await client.post(path, json={"max_tokens": 9, **body} if "messages" in body else body)).is_success
+    assert "Reasoning: high" in engine.calls[0].prompt
 
 
 async def test_case_54_effort_is_honoured_and_echoed() -> None:

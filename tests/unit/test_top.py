@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from textual.widgets import Static
 
-from thinkfold.cli.engine_client import EngineClient, Reading
+from thinkfold.cli.engine_client import API_KEY, EngineClient, Reading
 from thinkfold.cli.main import main
 from thinkfold.cli.top_screen import COLOURS, TopApp, kv_map
 from thinkfold.errors import ParameterError, ThinkfoldError
@@ -135,12 +135,15 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-def test_the_client_reads_or_says_why_not(address: str) -> None:
-    assert EngineClient(f"{address}/v1/", "right").read() == ENGINE
-    with pytest.raises(ThinkfoldError, match="a valid API key is needed"):
-        EngineClient(address, "wrong").read()
+def test_the_client_reads_or_says_why_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in (None, "wrong"):
+        monkeypatch.delenv("THINKFOLD_API_KEY", raising=False) if key is None else monkeypatch.setenv(API_KEY, key)
+        with pytest.raises(ThinkfoldError, match="a valid API key is needed"):
+            EngineClient(address).read()
+    monkeypatch.setenv("THINKFOLD_API_KEY", "right")
+    assert EngineClient(f"{address}/v1/").read() == ENGINE
     with pytest.raises(ThinkfoldError, match="is no thinkfold server"):
-        EngineClient(f"{address}/x", "right").read()
+        EngineClient(f"{address}/x").read()
     with pytest.raises(ThinkfoldError, match="does not answer"):
         EngineClient("http://127.0.0.1:1").read()
     with pytest.raises(ParameterError, match="url: must be like"):

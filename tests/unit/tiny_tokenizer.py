@@ -46,6 +46,11 @@ TOOL_TEMPLATE = QWEN_TEMPLATE.replace(
     "m.content }}{%- for c in m.tool_calls %}{{- '<tool_call>\\n' + c.function | tojson + '\\n</tool_call>' }}"
     "{%- endfor %}{{- '<|im_end|>\\n' }}\n{%- elif m.role == 'tool'",
 )
+EFFORT_TEMPLATE = QWEN_TEMPLATE.replace(
+    "{%- for m in messages %}",
+    "{%- if reasoning_effort %}{{- '<|im_start|>system\\nReasoning: ' + reasoning_effort + '<|im_end|>\\n' }}"
+    "{%- endif %}\n{%- for m in messages %}",
+)
 RAISING_TEMPLATE = "{{ raise_exception('roles must alternate') }}"
 
 

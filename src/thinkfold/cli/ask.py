@@ -9,11 +9,12 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
+from thinkfold.cli.engine_client import API_KEY, key_headers
 from thinkfold.cli.fold_flags import add_fold_flags, fold_params, fold_wish
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
@@ -24,17 +25,23 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of the reply, or a fold; the last one carries the costs and how thinking ended."""
+    """A piece of the reply, or a fold; the last one has costs, how thinking ended, what was `clamped` (`Clamp`)."""
 
     reasoning: str = ""
     text: str = ""
     fold: dict[str, Any] | None = None
     costs: dict[str, Any] | None = None
     thinking_end: str | None = None
+    clamped: Sequence[dict[str, Any]] = ()
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("ask", help="ask one question and watch the model think", allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "ask",
+        help="ask one question and watch the model think",
+        description=f"Thinking, then the answer, then what it cost. A key for --url comes from {API_KEY}.",
+        allow_abbrev=False,
+    )
     parser.add_argument("question", help="the question, or - to read it from standard input")
     parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000 (default: run the model here)")
     parser.add_argument("--model", help="a folder, a hub id or pebble; with --url, the served name")
@@ -85,7 +92,8 @@ class _Printer:
             self._write(self._dim(_fold_line(piece.fold)) + "\n")
         if piece.costs is not None:
             self._leave()
-            self._out.write(f"\n{self._dim(_cost_line(piece))}\n")
+            lines = [*map(_clamp_line, piece.clamped), _cost_line(piece)]
+            self._out.writelines(f"\n{self._dim(line)}\n" for line in lines)
         self._out.flush()
 
     def _write(self, text: str) -> None:
@@ -115,6 +123,11 @@ def _fold_line(fold: dict[str, Any]) -> str:
     if fold["refused"]:
         return f"[fold refused: {segment}{tokens} tokens stay raw{error}]"
     return f"[fold: {segment}{tokens} tokens → {fold['entries']:.0f} entries, {fold['pages_freed']} pages freed{error}]"
+
+
+def _clamp_line(clamp: dict[str, Any]) -> str:
+    asked = "no limit" if clamp["asked"] is None else clamp["asked"]
+    return f"[{clamp['field']}: {clamp['granted']} instead of {asked}, lowered by {clamp['by']}]"
 
 
 def _cost_line(piece: Piece) -> str:
@@ -154,7 +167,8 @@ async def _pieces(
     from thinkfold.server.reply import three_costs
 
     messages = [{"role": "user", "content": question}]
-    prompt = engine.prompts.encode_chat(messages, enable_thinking=thinking.template_switch)
+    effort = thinking.reasoning_effort
+    prompt = engine.prompts.encode_chat(messages, enable_thinking=thinking.template_switch, reasoning_effort=effort)
     ended: str | None = None
     segments: list[Segment] = []
     async for output in engine.generate(prompt, sampling, thinking, fold):
@@ -167,7 +181,8 @@ async def _pieces(
                 yield Piece(fold=fold_data(news.index, done, segments))
             ended = news.thinking_end_reason
         if output.finished:
-            yield Piece(costs=three_costs(output.costs), thinking_end=ended)
+            clamped = [asdict(clamp) for clamp in output.limits.clamped]
+            yield Piece(costs=three_costs(output.costs), thinking_end=ended, clamped=clamped)
 
 
 def _ask_server(args: argparse.Namespace, question: str) -> Iterator[Piece]:
@@ -188,7 +203,7 @@ def _ask_server(args: argparse.Namespace, question: str) -> Iterator[Piece]:
     if not url.startswith(("http://", "https://")):
         raise ParameterError("url", "must start with http:// or https://")
     try:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **key_headers()})
         with urllib.request.urlopen(request) as lines:
             yield from _read_events(lines)
     except urllib.error.HTTPError as error:
@@ -218,7 +233,8 @@ def _read_events(lines: Iterable[bytes]) -> Iterator[Piece]:
         if "fold" in event.get("thinkfold", ()):
             yield Piece(fold=event["thinkfold"]["fold"])
         if "thinkfold" in (event.get("usage") or ()):
-            yield Piece(costs=event["usage"]["thinkfold"], thinking_end=ended)
+            clamped = event.get("thinkfold", {}).get("policy", {}).get("clamped", ())
+            yield Piece(costs=event["usage"]["thinkfold"], thinking_end=ended, clamped=clamped)
     raise RequestFailedError("the stream broke off before its end")
 
 

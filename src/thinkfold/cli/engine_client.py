@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -12,18 +13,25 @@ from urllib.parse import urlsplit
 from thinkfold.errors import ParameterError, ThinkfoldError
 
 PATH = "/v1/thinkfold/engine"
+API_KEY = "THINKFOLD_API_KEY"  # in the environment
 _TIMEOUT_S = 5.0
+
+
+def key_headers() -> dict[str, str]:
+    """What shows a server the key of the environment; nothing where there is none."""
+    key = os.environ.get(API_KEY)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class EngineClient:
     """`url` is the server's address, with or without `/v1`. Raises ParameterError for one that is not HTTP."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ParameterError("url", f"must be like http://127.0.0.1:8000, got {url!r:.100}")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = key_headers()
 
     def read(self) -> dict[str, Any]:
         """The engine of this moment. Raises ThinkfoldError with the server's own words."""

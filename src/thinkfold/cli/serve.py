@@ -7,8 +7,10 @@ import asyncio
 import logging
 import math
 import os
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from thinkfold.cli.engine_flags import POSITIONAL, add_engine_flags, add_flags
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from thinkfold.server.prefixes import WarmPrefix
     from thinkfold.server.state import ServerOptions
 
-ENGINE_DIED = 1
+ENGINE_DIED, INTERRUPTED = 1, 130
 TOLD = ("thinkfold.server.folds", "thinkfold.engine.steering")  # loggers of one line a fold, and a stop
 _WATCH_S = 0.5
 _LAST_WORDS_S = 5  # after the drain requests get an error, which their clients have this long to read
@@ -47,7 +49,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal (0), until loading fails (raises) or the engine dies (1)."""
+    """Serve until a signal has drained it (0), until loading fails (raises) or the engine dies (1).
+
+    A second Ctrl-C ends it at once (130).
+    """
     settings = resolve(args, os.environ)
     if "print_config" in args:
         print(settings.toml(), end="")
@@ -147,12 +152,26 @@ async def _serve(
     watcher = asyncio.create_task(_watch(slot, server, _url(sock)))
     ender = asyncio.create_task(_end_requests(slot, server, access, drain_s))
     try:
-        await server.serve(sockets=[sock])
+        with _drained_signals():
+            await server.serve(sockets=[sock])
     finally:
         watcher.cancel()
         ender.cancel()
     await asyncio.wait({watcher})
+    if server.force_exit:
+        return INTERRUPTED
     return 0 if watcher.cancelled() else watcher.result()
+
+
+@contextmanager
+def _drained_signals() -> Iterator[None]:
+    """uvicorn raises its signal again once it has drained; here that finds nobody, so the exit code is ours."""
+    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 async def _watch(slot: EngineSlot, server: uvicorn.Server, url: str) -> int:

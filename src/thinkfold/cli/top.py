@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from importlib.util import find_spec
 from typing import Any
 
-from thinkfold.cli.engine_client import EngineClient
+from thinkfold.cli.engine_client import API_KEY, EngineClient
 from thinkfold.errors import ParameterError, ThinkfoldError
-
-API_KEY = "THINKFOLD_API_KEY"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -37,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
         raise ThinkfoldError('needs the package textual: pip install "thinkfold[top]"')
     from thinkfold.cli.top_screen import TopApp
 
-    client = EngineClient(args.url, os.environ.get(API_KEY))
+    client = EngineClient(args.url)
     TopApp(client.read, client.read(), client.url, args.interval).run()
     return 0

@@ -26,7 +26,7 @@ from thinkfold.config import EMBEDDED_MODEL, EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.runner import adapter, cpu_fusion, cpu_layers
 
-WAY_OUT = "run it in another engine and put thinkfold in front with --engine openai"
+WAY_OUT = "serve it with another engine, such as vLLM or SGLang"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

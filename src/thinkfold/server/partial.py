@@ -52,8 +52,8 @@ class PartialRequest(RequestFields):
 
     def check(self) -> None:
         """Raise ParameterError unless there is one start, and nothing that its handle has fixed."""
-        if self.stream:
-            raise ParameterError("stream", "a part is not streamed")
+        if self.stream or self.stream_options is not None:
+            raise ParameterError("stream" if self.stream else "stream_options", "a part is not streamed")
         for name in ("early_stop", "early_stop_threshold", "vote"):
             if getattr(self, name) is not None:
                 raise ParameterError(name, _WHOLE)
@@ -131,7 +131,13 @@ def _begin(
     thinking = body.thinking_params(enabled_by_default=engine.config.enable_thinking)
     limit = engine.model.max_prompt_len
     if body.messages is not None:
-        ids = engine.prompts.encode_chat(body.messages, enable_thinking=thinking.template_switch, limit=limit)
+        ids = engine.prompts.encode_chat(
+            body.messages,
+            enable_thinking=thinking.template_switch,
+            reasoning_effort=thinking.reasoning_effort,
+            limit=limit,
+            closes=thinking.spends_none and engine.model.budget_enforced,
+        )
     else:
         prompt = body.prompt or ""
         ids = engine.prompts.encode_text(prompt, limit=limit) if isinstance(prompt, str) else prompt

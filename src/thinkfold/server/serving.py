@@ -72,9 +72,13 @@ class Serving:
         last = output.outputs[-1] if output.outputs else None
         if self.cache is None or self.answer is not None or last is None or output.error is not None:
             return
-        if last.finish_reason is FinishReason.STOP and last.thinking_end_reason is not ThinkingEndReason.UNCLOSED:
-            made = self.cache.clock()
-            self.cache.put(self.key, Answer(text, last.stop_reason, output.policy, output.fold, output.limits, made))
+        ended = last.thinking_end_reason
+        short = ended is ThinkingEndReason.BUDGET and any(clamp.by == "session" for clamp in output.limits.clamped)
+        if last.finish_reason is not FinishReason.STOP or ended is ThinkingEndReason.UNCLOSED or short:
+            return  # half an answer, or one that only this session had too little thinking left for
+        policies = (output.policy, output.fold, output.limits)
+        answer = Answer(text, last.stop_reason, *policies, made=self.cache.clock(), outcome=output.outcome)
+        self.cache.put(self.key, answer)
 
     async def kept(self, request_id: str) -> AsyncGenerator[RequestOutput, None]:
         """The kept answer as an engine would tell it; it costs nothing."""
@@ -82,7 +86,14 @@ class Serving:
         assert answer is not None, "there is a kept answer"
         news = CompletionOutput(0, text=answer.text, finish_reason=FinishReason.STOP, stop_reason=answer.stop_reason)
         yield RequestOutput(
-            request_id, [news], answer.thinking, Costs(), finished=True, fold=answer.fold, limits=answer.limits
+            request_id,
+            [news],
+            answer.thinking,
+            Costs(),
+            finished=True,
+            fold=answer.fold,
+            limits=answer.limits,
+            outcome=answer.outcome,
         )
 
     def shown(self) -> dict[str, Any]:
@@ -155,7 +166,8 @@ def open_serving(
             raise ParameterError("thinkfold.step_cache", "this server keeps no answers of steps")
         tier = service.tier.name
         serving.cache = state.step_cache
-        serving.key = key_of(tenant, wish.step_cache.step, tier, request.url.path, sampling, serving.fold, *parameters)
+        limits = (serving.fold, service.deadline_ms, service.max_cost)
+        serving.key = key_of(tenant, wish.step_cache.step, tier, request.url.path, sampling, *limits, *parameters)
         serving.answer = None if wish.step_cache.bypass else state.step_cache.get(serving.key)
     if session is not None:
         choices = 0 if serving.answer is not None else prompts * asks.samples

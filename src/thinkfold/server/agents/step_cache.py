@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinkfold.types import Limits
+from thinkfold.types import Limits, Outcome
 from thinkfold.types.fold import FoldPolicy
 from thinkfold.types.thinking import ThinkingPolicy
 
@@ -31,6 +31,7 @@ class Answer:
     fold: FoldPolicy
     limits: Limits
     made: float
+    outcome: Outcome | None = None  # of a vote
 
 
 class StepCache:
