@@ -87,7 +87,7 @@ def test_models_are_listed(claude: anthropic.Anthropic) -> None:
 
 
 def test_refusals_are_the_clients_own_errors(claude: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="tools: is not supported"):
+    with pytest.raises(anthropic.BadRequestError, match="tools: this model's chat template shows no tools"):
         claude.messages.create(**ASK, tools=[{"name": "f", "input_schema": {"type": "object"}}])
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(**{**ASK, "model": "claude"})

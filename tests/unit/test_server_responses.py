@@ -311,7 +311,7 @@ async def test_case_54_effort_and_case_22_budgets() -> None:
         ({"thinkfold": {"fold": {"selector": "none"}}}, "thinkfold.fold.selector"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input[0].call_id"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "q"}]}, "input[0].role"),

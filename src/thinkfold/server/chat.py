@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -23,10 +22,10 @@ from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.state import state_of
 from thinkfold.server.structured import ResponseFormat
-from thinkfold.server.tools import Tool, Toolbox, ToolChoice, known_format
+from thinkfold.server.tools import Tool, Toolbox, ToolChoice
 from thinkfold.server.turns import NextTurn
 from thinkfold.text.messages import last_question
-from thinkfold.types import ControlParams, Decision, Grammar, one_decision, parse_best_of, parse_search
+from thinkfold.types import Decision, Grammar, one_decision, parse_best_of, parse_search
 
 router = APIRouter()
 
@@ -68,16 +67,8 @@ class ChatRequest(RequestFields):
             None if answer is None or self.response_format is None else Grammar.of(answer, self.response_format.field)
         )
 
-    def control_params(self) -> ControlParams | None:
-        """Of a request with tools only loops are stopped."""
-        params = super().control_params()
-        return replace(params or ControlParams(), task="tools") if self.tools else params
-
     def decision(self) -> Decision | None:
-        how = one_decision(super().decision(), parse_best_of(self.best_of), parse_search(self.search))
-        if how is not None and self.tools:
-            raise ParameterError(how.field, "goes without tools: calls are not compared")
-        return how
+        return one_decision(super().decision(), parse_best_of(self.best_of), parse_search(self.search))
 
     def num_logprobs(self) -> int | None:
         """Alternatives to keep a token; None for no log-probabilities."""
@@ -104,10 +95,7 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
     num_logprobs = body.num_logprobs()
     sampling = body.sampling_params(defaults, num_logprobs)
     toolbox = Toolbox(body.tools, body.tool_choice, body.parallel_tool_calls)
-    calls = None
-    if toolbox.tools:
-        calls = known_format(engine.prompts.tool_format, shown=engine.prompts.shows_tools)
-        sampling = toolbox.bind(sampling, calls)
+    sampling, calls = toolbox.arm(sampling, engine.prompts)
     sampling.check_vocabulary(engine.model.vocab_size)
     thinking = body.thinking_params(enabled_by_default=engine.config.enable_thinking)
     prompt = engine.prompts.encode_chat(
@@ -115,11 +103,11 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         enable_thinking=thinking.template_switch,
         continue_final=body.continue_final_message,
         tools=toolbox.for_template(),
-        reasoning_effort=body.reasoning_effort,
+        reasoning_effort=thinking.reasoning_effort,
         limit=engine.model.max_prompt_len,
         closes=thinking.spends_none and engine.model.budget_enforced,
     )
-    turn = NextTurn(body.messages, thinking.template_switch, body.reasoning_effort, toolbox.for_template())
+    turn = NextTurn(body.messages, thinking.template_switch, thinking.reasoning_effort, toolbox.for_template())
     if calls is not None:
         turn.calls_begin = calls.begin
     job = Job(
@@ -133,9 +121,9 @@ def _prepare(engine: Engine, body: ChatRequest, defaults: Mapping[str, float | i
         wish=body.thinkfold,
         events=body.wants_events,
         turn=turn,
-        parameters=(toolbox.for_template(), body.reasoning_effort),
-        control=body.control_params(),
-        how=body.decision(),
+        parameters=(toolbox.for_template(),),
+        control=toolbox.control(body.control_params()),
+        how=toolbox.decision(body.decision()),
         question=last_question(body.messages),
         names={**FIELD_NAMES, **body.vote_names, "prompt": "messages"},
     )

@@ -1,17 +1,20 @@
-"""Tools as OpenAI's clients send them: checks, what the template gets, what binds the answer."""
+"""Tools in the words of chat completions: checks, what the template gets, what binds the answer."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.server.body import StrictModel
 from thinkfold.text.json_schema import enforceable
+from thinkfold.text.prompts import PromptRenderer
 from thinkfold.text.tool_calls import ToolFormat
-from thinkfold.types import Grammar, SamplingParams, schema_format
+from thinkfold.types import ControlParams, Decision, Grammar, SamplingParams, schema_format
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -66,6 +69,26 @@ class Toolbox:
         """The tools as chat templates expect them; None for none."""
         return [tool.model_dump(exclude_none=True) for tool in self.shown] if self.shown else None
 
+    def arm(self, sampling: SamplingParams, prompts: PromptRenderer) -> tuple[SamplingParams, ToolFormat | None]:
+        """The parameters with what the tools add, and how calls look; None where none may come.
+
+        Raises UnsupportedError for a model that cannot call tools.
+        """
+        if not self.tools:
+            return sampling, None
+        calls = known_format(prompts.tool_format, shown=prompts.shows_tools)
+        return self.bind(sampling, calls), calls
+
+    def control(self, params: ControlParams | None) -> ControlParams | None:
+        """Beside tools only loops are stopped."""
+        return replace(params or ControlParams(), task="tools") if self.tools else params
+
+    def decision(self, how: Decision | None) -> Decision | None:
+        """Raises ParameterError where answers with calls would be compared."""
+        if how is not None and self.tools:
+            raise ParameterError(how.field, "goes without tools: calls are not compared")
+        return how
+
     def bind(self, sampling: SamplingParams, calls: ToolFormat) -> SamplingParams:
         """The parameters with what the tools add: a grammar, and the end after a single call."""
         answer = None if sampling.grammar is None else json.loads(sampling.grammar.format)
@@ -92,6 +115,18 @@ class Toolbox:
             "at_least_one": False,
             "stop_after_first": not self.parallel,
         }
+
+
+@contextmanager
+def flat_names(words: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside name fields of tools as APIs do that put no `function` around them; `words` replace others."""
+    try:
+        yield
+    except ParameterError as error:
+        name = error.field.replace(".function", "", 1)
+        for ours, theirs in words.items():
+            name = name.replace(ours, theirs, 1)
+        raise type(error)(name, error.message) from None
 
 
 def _tag(index: int, tool: Tool, calls: ToolFormat) -> dict[str, Any]:

@@ -6,17 +6,21 @@ has no text, and the signature holds it, sealed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thinkfold.errors import ParameterError, UnsupportedError
+from pydantic_core import from_json
+
+from thinkfold.errors import ParameterError, RequestFailedError, UnsupportedError
 from thinkfold.server.conversation import Conversation
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.messages.fields import CacheControl, PromptFields
-from thinkfold.server.reply import Run
-from thinkfold.types import Phase
+from thinkfold.server.parts import Part
 
 SEPARATOR = "\n\n"  # between text blocks, and between turns of one role
+CALL_PREFIX = "toolu_"
+_CALL_KEYS = {"type", "id", "name", "input", "cache_control"}
+_RESULT_KEYS = {"type", "tool_use_id", "content", "is_error", "cache_control"}
 _TEXT_KEYS = {"type", "text", "cache_control", "citations"}
 
 
@@ -55,12 +59,26 @@ class ThinkingSeal:
         return sealed
 
 
-def content_of(runs: list[Run], seal: ThinkingSeal, *, omitted: bool) -> list[dict[str, Any]]:
+def content_of(parts: Sequence[Part], seal: ThinkingSeal, *, omitted: bool) -> list[dict[str, Any]]:
     """The blocks of a finished reply."""
-    return [
-        seal.block(run.text, omitted=omitted) if run.phase is Phase.THINKING else {"type": "text", "text": run.text}
-        for run in runs
-    ]
+    return [_block_of(part, seal, omitted) for part in parts]
+
+
+def _block_of(part: Part, seal: ThinkingSeal, omitted: bool) -> dict[str, Any]:
+    if part.kind == "thinking":
+        return seal.block(part.text, omitted=omitted)
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    try:  # half an input where `max_tokens` cut it, as clients read half a stream
+        value = from_json(part.text or "{}", allow_partial=True)
+    except ValueError as error:
+        raise RequestFailedError(f"the model wrote an input of {part.name!r} that is no JSON: {error}") from None
+    return {**call_block(part), "input": value}
+
+
+def call_block(part: Part) -> dict[str, Any]:
+    """A call as it begins."""
+    return {"type": "tool_use", "id": CALL_PREFIX + part.id, "name": part.name, "input": {}}
 
 
 def conversation_of(fields: PromptFields, seal: ThinkingSeal) -> Conversation:
@@ -83,7 +101,7 @@ def conversation_of(fields: PromptFields, seal: ThinkingSeal) -> Conversation:
 
 
 def _add_turn(conversation: Conversation, where: str, role: str, content: Any, seal: ThinkingSeal) -> None:
-    """One turn's texts, joined; thinking comes before them."""
+    """One turn: an assistant's thinking, its texts, joined, its calls; results of tools, then a user's texts."""
     origin = where.removesuffix(".content")
     if isinstance(content, str):
         conversation.join_text(origin, role, content, SEPARATOR)
@@ -93,20 +111,69 @@ def _add_turn(conversation: Conversation, where: str, role: str, content: Any, s
     if not content:
         raise ParameterError(where, "must hold at least one block")
     texts: list[str] = []
+    calls: list[tuple[str, str, Mapping[str, Any]]] = []
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
             texts.append(_text_of(place, block))
         elif kind == "thinking" and role == "assistant":
-            if texts:
-                raise UnsupportedError(place, "thinking must come before the text of its turn")
+            if texts or calls:
+                raise UnsupportedError(place, "thinking must come before the text and the calls of its turn")
             conversation.add_reasoning(origin, seal.text_of(place, block))
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(_call_of(place, block))
+        elif kind == "tool_result" and role == "user":
+            if texts:
+                raise UnsupportedError(place, "results of tools must come before the text of their turn")
+            conversation.add_result(origin, f"{place}.tool_use_id", *_result_of(place, block))
         else:
-            allowed = "text and thinking" if role == "assistant" else "text"
+            allowed = {"assistant": "text, thinking and tool_use", "user": "text and tool_result"}.get(role, "text")
             raise UnsupportedError(f"{place}.type", f"only {allowed} blocks are supported here, got {kind!r:.60}")
     if texts:
         conversation.join_text(origin, role, SEPARATOR.join(texts), SEPARATOR)
+    for call in calls:
+        conversation.add_call(origin, *call)
+
+
+def _call_of(where: str, block: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
+    _check_keys(where, block, _CALL_KEYS, "tool_use")
+    for field in ("id", "name"):
+        if not isinstance(block.get(field), str):
+            raise ParameterError(f"{where}.{field}", "must be a string")
+    if not isinstance(block.get("input"), dict):
+        raise ParameterError(f"{where}.input", "must be an object")
+    return block["id"], block["name"], block["input"]
+
+
+def _result_of(where: str, block: Mapping[str, Any]) -> tuple[str, str]:
+    """The id of the call, and what came of it. Templates have no place for `is_error`: the text says it."""
+    _check_keys(where, block, _RESULT_KEYS, "tool_result")
+    call_id, content, is_error = block.get("tool_use_id"), block.get("content"), block.get("is_error")
+    if not isinstance(call_id, str):
+        raise ParameterError(f"{where}.tool_use_id", "must be a string")
+    if not isinstance(is_error, bool | None):
+        raise ParameterError(f"{where}.is_error", "must be true or false")
+    if isinstance(content, list):
+        content = SEPARATOR.join(_result_text(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+    elif not isinstance(content, str | None):
+        raise ParameterError(f"{where}.content", "must be a string or a list of blocks")
+    return call_id, f"Error: {content or ''}" if is_error else content or ""
+
+
+def _result_text(where: str, block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind != "text":
+        raise UnsupportedError(f"{where}.type", f"only text blocks are supported here, got {kind!r:.60}")
+    return _text_of(where, block)
+
+
+def _check_keys(where: str, block: Mapping[str, Any], known: set[str], what: str) -> None:
+    unknown = next((key for key, value in block.items() if key not in known and value is not None), None)
+    if unknown is not None:
+        raise UnsupportedError(f"{where}.{unknown!s:.60}", f"is not supported in a {what} block")
+    if block.get("cache_control") is not None:
+        _check_cache_control(f"{where}.cache_control", block["cache_control"])
 
 
 def _text_of(where: str, block: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
 from thinkfold.server.fields import SharedFields
 from thinkfold.server.folds import FIELD_NAMES
+from thinkfold.server.tools import FunctionFields, FunctionName, NamedTool, Tool, Toolbox, ToolChoice
 from thinkfold.types import Grammar, SamplingParams, ThinkingParams
 
 DEFAULT_EFFORT = "high"  # of adaptive thinking, as Anthropic documents it
@@ -21,6 +22,11 @@ NAMES = {  # the engine's names of fields -> the client's
     "enable_thinking": "thinking",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+}
+
+TOOL_NAMES = {  # the words of chat completions -> the client's
+    ".parameters": ".input_schema",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
 
@@ -51,6 +57,29 @@ class Metadata(StrictModel):
     user_id: str | None = None
 
 
+class CustomTool(StrictModel):
+    """A tool of the client's own. `strict` binds its input to the schema; without it the schema is a hint."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: Literal[True] | None = None  # it always is
+
+    def tool(self) -> Tool:
+        """The same in the words of chat completions."""
+        fields = {"name": self.name, "description": self.description, "strict": self.strict}
+        return Tool(type="function", function=FunctionFields(**fields, parameters=self.input_schema))
+
+
+class Choosing(StrictModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
 class PromptFields(StrictModel):
     """What makes the prompt; all that `count_tokens` takes."""
 
@@ -61,9 +90,9 @@ class PromptFields(StrictModel):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
+    tools: list[CustomTool] | None = None
+    tool_choice: Choosing | None = None
     # Understood and refused.
-    tools: None = None
-    tool_choice: None = None
     mcp_servers: None = None
     context_management: None = None
     user_profile_id: None = None
@@ -72,6 +101,17 @@ class PromptFields(StrictModel):
     def omits_thinking(self) -> bool:
         """Whether thinking blocks come without their text."""
         return self.thinking is not None and self.thinking.display == "omitted"
+
+    def toolbox(self) -> Toolbox:
+        """What the model may call. Raises ParameterError."""
+        asked = self.tool_choice or Choosing(type="auto")
+        if (asked.type == "tool") != (asked.name is not None):
+            raise ParameterError("tool_choice.name", "goes with type tool")
+        if not self.tools:
+            return Toolbox(None, "required" if asked.type in ("any", "tool") else None, None)
+        choices: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+        choice = choices.get(asked.type) or NamedTool(type="function", function=FunctionName(name=asked.name or ""))
+        return Toolbox([each.tool() for each in self.tools], choice, not asked.disable_parallel_tool_use)
 
     def thinking_params(self, max_tokens: int | None = None) -> ThinkingParams:
         """The wish in the engine's terms: nobody thinks who was not asked to. Raises ParameterError."""

@@ -14,9 +14,11 @@ from thinkfold.server.conversation import naming
 from thinkfold.server.fields import check_model
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.messages.blocks import ThinkingSeal, conversation_of
-from thinkfold.server.messages.fields import NAMES, MessagesRequest, PromptFields
+from thinkfold.server.messages.fields import NAMES, TOOL_NAMES, MessagesRequest, PromptFields
 from thinkfold.server.messages.writer import MessageWriter
 from thinkfold.server.state import ServerState, state_of, tenant_of
+from thinkfold.server.tools import flat_names
+from thinkfold.types import SamplingParams
 
 router = APIRouter()
 
@@ -43,18 +45,22 @@ async def count_tokens(request: Request) -> dict[str, Any]:
 
 def _encode(engine: Engine, body: PromptFields, seal: ThinkingSeal) -> list[int]:
     check_model(engine, body.model)
-    return conversation_of(body, seal).encode(engine, body.thinking_params(None))
+    with naming(NAMES), flat_names(TOOL_NAMES):
+        toolbox = body.toolbox()
+        toolbox.arm(SamplingParams(), engine.prompts)
+        return conversation_of(body, seal).encode(engine, body.thinking_params(None), toolbox)
 
 
 def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: str) -> tuple[Job, MessageWriter]:
     """Everything that takes time before the engine: checks, template, tokens."""
     seal = ThinkingSeal(state.options.keyring, tenant)
     model = check_model(engine, body.model)
-    with naming(NAMES):
-        sampling = body.sampling_params(state.slot.sampling_defaults)
+    with naming(NAMES), flat_names(TOOL_NAMES):
+        toolbox = body.toolbox()
+        sampling, calls = toolbox.arm(body.sampling_params(state.slot.sampling_defaults), engine.prompts)
         thinking = body.thinking_params(body.max_tokens)
         chat = conversation_of(body, seal)
-        prompt = chat.encode(engine, thinking)
+        prompt = chat.encode(engine, thinking, toolbox)
     job = Job(
         response_id=f"msg_{uuid.uuid4().hex}",
         model=model,
@@ -65,9 +71,10 @@ def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: 
         stream=bool(body.stream),
         wish=body.thinkfold,
         events=body.wants_events,
-        turn=chat.turn(thinking),
-        control=body.control_params(),
-        how=body.decision(),
+        turn=chat.turn(thinking, toolbox, calls),
+        parameters=(toolbox.for_template(),),
+        control=toolbox.control(body.control_params()),
+        how=toolbox.decision(body.decision()),
         names={**NAMES, **body.vote_names},
     )
-    return job, MessageWriter(job, seal, omits_thinking=body.omits_thinking)
+    return job, MessageWriter(job, seal, calls, omits_thinking=body.omits_thinking)

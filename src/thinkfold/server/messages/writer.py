@@ -7,10 +7,12 @@ from typing import Any
 
 from thinkfold.server.errors import failure_of
 from thinkfold.server.generation import Job, Told
-from thinkfold.server.messages.blocks import ThinkingSeal, content_of
+from thinkfold.server.messages.blocks import ThinkingSeal, call_block, content_of
 from thinkfold.server.messages.errors import error_body
+from thinkfold.server.parts import Part, PartReader, part_of, parts_of
 from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.streaming import event
+from thinkfold.text.tool_calls import CallBegun, ToolFormat
 from thinkfold.types import CompletionOutput, FinishReason, Phase
 
 PING = event({"type": "ping"}, "ping")
@@ -22,17 +24,17 @@ class MessageWriter:
     keep_alive = PING
     keeps_text = True
 
-    def __init__(self, job: Job, seal: ThinkingSeal, *, omits_thinking: bool) -> None:
+    def __init__(self, job: Job, seal: ThinkingSeal, calls: ToolFormat | None, *, omits_thinking: bool) -> None:
         self._job = job
         self._seal = seal
         self._omitted = omits_thinking
-        self._open: Phase | None = None
+        self._reader = PartReader(calls)
+        self._open: Part | None = None
         self._index = -1
-        self._thinking: list[str] = []
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choice = reply.choices[0]
-        content = content_of(choice.runs, self._seal, omitted=self._omitted)
+        content = content_of(parts_of(choice.runs, self._reader), self._seal, omitted=self._omitted)
         return {
             **self._head(content),
             **self._stop(choice),
@@ -47,10 +49,13 @@ class MessageWriter:
         yield _event("message_start", message=message)
 
     def news(self, choice: Choice, news: CompletionOutput, told: Sequence[Told]) -> Iterator[bytes]:
-        for phase, text in ((Phase.THINKING, news.reasoning), (Phase.ANSWER, news.text)):
-            if text:
-                yield from self._turn_to(phase)
-                yield from self._delta(phase, text)
+        events = [*self._reader.read(Phase.THINKING, news.reasoning), *self._reader.read(Phase.ANSWER, news.text)]
+        events += self._reader.flush() if news.finish_reason is not None else []
+        for each in events:
+            part = part_of(each, self._open)
+            yield from self._turn_to(part)
+            if not isinstance(each, CallBegun):
+                yield from self._delta(part, each.text)
         for name, data in told:
             yield _event(name, thinkfold=data)
 
@@ -63,30 +68,30 @@ class MessageWriter:
     def failed(self, error: Exception, reply: Reply) -> Iterator[bytes]:
         yield event(error_body(failure_of(error)), "error")
 
-    def _turn_to(self, phase: Phase | None) -> Iterator[bytes]:
-        """End the open block unless it is of `phase`, and begin one of it."""
-        if phase is self._open:
+    def _turn_to(self, part: Part | None) -> Iterator[bytes]:
+        """End the open block unless it is that of `part`, and begin this one's."""
+        if part is self._open:
             return
-        if self._open is Phase.THINKING:
-            signature = self._seal.signature("".join(self._thinking), self._omitted)
-            yield self._block_delta(type="signature_delta", signature=signature)
-            self._thinking.clear()
+        if self._open is not None and self._open.kind == "thinking":
+            yield self._block_delta(
+                type="signature_delta", signature=self._seal.signature(self._open.text, self._omitted)
+            )
         if self._open is not None:
             yield _event("content_block_stop", index=self._index)
-        self._open = phase
-        if phase is not None:
+        self._open = part
+        if part is not None:
             self._index += 1
-            thinking = {"type": "thinking", "thinking": "", "signature": ""}
-            block = thinking if phase is Phase.THINKING else {"type": "text", "text": ""}
-            yield _event("content_block_start", index=self._index, content_block=block)
+            yield _event("content_block_start", index=self._index, content_block=_begun(part))
 
-    def _delta(self, phase: Phase, text: str) -> Iterator[bytes]:
-        if phase is Phase.ANSWER:
+    def _delta(self, part: Part, text: str) -> Iterator[bytes]:
+        if part.kind == "text":
             yield self._block_delta(type="text_delta", text=text)
-            return
-        self._thinking.append(text)
-        if not self._omitted:
-            yield self._block_delta(type="thinking_delta", thinking=text)
+        elif part.kind == "call":
+            yield self._block_delta(type="input_json_delta", partial_json=text)
+        else:
+            part.pieces.append(text)
+            if not self._omitted:
+                yield self._block_delta(type="thinking_delta", thinking=text)
 
     def _block_delta(self, **delta: Any) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
@@ -107,9 +112,19 @@ class MessageWriter:
         if choice.finish_reason is FinishReason.LENGTH:
             at_limit = limit is not None and choice.num_output_tokens >= limit
             return {"stop_reason": "max_tokens" if at_limit else "model_context_window_exceeded", "stop_sequence": None}
+        if self._reader.calls and choice.finish_reason is FinishReason.STOP:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(choice.stop_reason, str) and choice.stop_reason in self._job.sampling.stop:
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _begun(part: Part) -> dict[str, Any]:
+    """A block without its content."""
+    if part.kind == "call":
+        return call_block(part)
+    thinking = {"type": "thinking", "thinking": "", "signature": ""}
+    return thinking if part.kind == "thinking" else {"type": "text", "text": ""}
 
 
 def _event(name: str, **data: Any) -> bytes:

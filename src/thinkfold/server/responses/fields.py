@@ -12,6 +12,7 @@ from thinkfold.server.body import StrictModel
 from thinkfold.server.fields import SharedFields
 from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.policy import Effort, ThinkingFields, agreed
+from thinkfold.server.tools import FunctionFields, FunctionName, NamedTool, Tool, Toolbox
 from thinkfold.types import Grammar, SamplingParams
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -25,6 +26,25 @@ class Reasoning(StrictModel):
     generate_summary: Literal["auto"] | None = None
     mode: Literal["standard"] | None = None
     context: None = None
+
+
+class FunctionTool(StrictModel):
+    """`strict` binds the call's arguments to the schema; without it the schema is a hint."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """The same in the words of chat completions."""
+        return Tool(type="function", function=FunctionFields(**self.model_dump(exclude={"type"})))
+
+
+class NamedFunction(StrictModel):
+    type: Literal["function"]
+    name: str
 
 
 class TextFormat(StrictModel):
@@ -61,10 +81,10 @@ class ResponsesRequest(ThinkingFields, SharedFields):
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    # Understood and refused: only null or the value that asks for nothing.
-    tools: list[Any] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
+    # Understood and refused: only null or the value that asks for nothing.
     max_tool_calls: None = None
     background: Literal[False] | None = None
     background_options: None = None
@@ -81,8 +101,8 @@ class ResponsesRequest(ThinkingFields, SharedFields):
 
     def check(self) -> None:
         """Raise ParameterError for what single fields cannot show."""
-        if self.tools:
-            raise UnsupportedError("tools", "is not supported by this server")
+        if self.tools and self.wants(LOGPROBS):
+            raise UnsupportedError("include", f"{LOGPROBS} goes without tools: which text a call begins in is not kept")
         if self.stream_options is not None and not self.stream:
             raise ParameterError("stream_options", "needs stream: true")
 
@@ -109,6 +129,15 @@ class ResponsesRequest(ThinkingFields, SharedFields):
         if form.schema_ is not None:
             return Grammar.json_schema(form.schema_, "text.format.schema")
         return Grammar.json_object("text.format") if form.type == "json_object" else None
+
+    def toolbox(self) -> Toolbox:
+        """What the model may call. Raises ParameterError."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = NamedTool(type="function", function=FunctionName(name=choice.name))
+        if self.tools:
+            return Toolbox([each.tool() for each in self.tools], choice, self.parallel_tool_calls)
+        return Toolbox(None, None if choice == "auto" else choice, None)
 
     def effort(self) -> Effort | None:
         within = self.reasoning.effort if self.reasoning else None

@@ -6,14 +6,19 @@ keep nothing readable; only this server (or one with the same secret) opens it, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.server.conversation import Conversation
 from thinkfold.server.keyring import Keyring
+from thinkfold.server.parts import Part
 
+CALL_PREFIX = "call_"
 _MESSAGE_KEYS = {"type", "role", "content", "id", "status"}
+_CALL_KEYS = {"type", "id", "status", "call_id", "name", "arguments"}
+_OUTPUT_KEYS = {"type", "id", "status", "call_id", "output"}
 _REASONING_KEYS = {"type", "id", "status", "summary", "content", "encrypted_content"}
 _PART_KEYS = {
     "input_text": {"type", "text"},
@@ -58,6 +63,12 @@ def message_item(item_id: str, text: str | None, status: str, logprobs: list[Any
     return {"id": item_id, "type": "message", "role": "assistant", "content": content, "status": status}
 
 
+def call_item(item_id: str, call: Part, arguments: str, status: str) -> dict[str, Any]:
+    """A call of a tool."""
+    told = {"call_id": CALL_PREFIX + call.id, "name": call.name, "arguments": arguments}
+    return {"id": item_id, "type": "function_call", **told, "status": status}
+
+
 def reasoning_part(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
@@ -81,9 +92,16 @@ def add_input(conversation: Conversation, given: str | list[dict[str, Any]], sea
         elif kind == "reasoning":
             _check_keys(where, item, _REASONING_KEYS, "reasoning item")
             conversation.add_reasoning(where, _thinking_of(where, item, seal))
+        elif kind == "function_call":
+            _add_call(conversation, where, item)
+        elif kind == "function_call_output":
+            _check_keys(where, item, _OUTPUT_KEYS, "function call's output")
+            call_id, output = _string(where, item, "call_id"), item.get("output")
+            text = output if isinstance(output, str) else _parts(f"{where}.output", output, "input_text")
+            conversation.add_result(where, f"{where}.call_id", call_id, text)
         else:
-            message = f"only message and reasoning items are supported, got {kind!r:.60}"
-            raise UnsupportedError(f"{where}.type", message)
+            known = "message, reasoning, function_call and function_call_output items"
+            raise UnsupportedError(f"{where}.type", f"only {known} are supported, got {kind!r:.60}")
 
 
 def _add_message(conversation: Conversation, where: str, item: Mapping[str, Any]) -> None:
@@ -95,6 +113,25 @@ def _add_message(conversation: Conversation, where: str, item: Mapping[str, Any]
     content = item.get("content")
     text = content if isinstance(content, str) else _parts(f"{where}.content", content, kind)
     conversation.add_text(where, role, text)
+
+
+def _add_call(conversation: Conversation, where: str, item: Mapping[str, Any]) -> None:
+    _check_keys(where, item, _CALL_KEYS, "function call")
+    call_id, name, arguments = (_string(where, item, field) for field in ("call_id", "name", "arguments"))
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ParameterError(f"{where}.arguments", "must be a JSON object in a string")
+    conversation.add_call(where, call_id, name, arguments)
+
+
+def _string(where: str, item: Mapping[str, Any], field: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise ParameterError(f"{where}.{field}", "must be a string")
+    return value
 
 
 def _thinking_of(where: str, item: Mapping[str, Any], seal: ReasoningSeal) -> str:

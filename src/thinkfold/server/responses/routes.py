@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,12 +16,13 @@ from thinkfold.server.conversation import Conversation, naming
 from thinkfold.server.errors import ResponseNotFoundError
 from thinkfold.server.fields import check_model
 from thinkfold.server.generation import Job, respond
-from thinkfold.server.reply import Choice
+from thinkfold.server.parts import Part
 from thinkfold.server.responses.fields import ENCRYPTED, ResponsesRequest
-from thinkfold.server.responses.items import ReasoningSeal, add_input
+from thinkfold.server.responses.items import CALL_PREFIX, ReasoningSeal, add_input
 from thinkfold.server.responses.store import StoredResponse
 from thinkfold.server.responses.writer import Frame, ResponseWriter
 from thinkfold.server.state import ServerState, state_of, tenant_of
+from thinkfold.server.tools import flat_names
 from thinkfold.types import SamplingParams
 
 router = APIRouter()
@@ -76,8 +77,9 @@ def _prepare(
     body.check()
     stores = _stores(state, body)
     seal = ReasoningSeal(state.options.keyring, tenant)
-    with naming(body.names):
-        sampling = body.sampling_params(state.slot.sampling_defaults)
+    with naming(body.names), flat_names({}):
+        toolbox = body.toolbox()
+        sampling, calls = toolbox.arm(body.sampling_params(state.slot.sampling_defaults), engine.prompts)
         thinking = body.thinking_params(enabled_by_default=engine.config.enable_thinking)
     history = Conversation("input")
     history.extend("previous_response_id", previous.messages if previous else [])
@@ -89,16 +91,17 @@ def _prepare(
     job = Job(
         response_id=f"resp_{uuid.uuid4().hex}",
         model=model,
-        prompts=[prompt.encode(engine, thinking)],
+        prompts=[prompt.encode(engine, thinking, toolbox)],
         sampling=sampling,
         thinking=thinking,
         namespace=body.namespace,
         stream=bool(body.stream),
         wish=body.thinkfold,
         events=body.wants_events,
-        turn=prompt.turn(thinking),
-        control=body.control_params(),
-        how=body.decision(),
+        turn=prompt.turn(thinking, toolbox, calls),
+        parameters=(toolbox.for_template(),),
+        control=toolbox.control(body.control_params()),
+        how=toolbox.decision(body.decision()),
         names=body.names,
     )
     frame = Frame(
@@ -106,7 +109,8 @@ def _prepare(
         seal=seal if body.wants(ENCRYPTED) or not stores else None,
         num_logprobs=sampling.logprobs,
         token_bytes=engine.prompts.token_bytes,
-        keep=_keeper(state, tenant, history) if stores else lambda response, choice: False,
+        keep=_keeper(state, tenant, history) if stores else lambda response, parts: False,
+        calls=calls,
     )
     return job, ResponseWriter(job, frame)
 
@@ -119,9 +123,9 @@ def _stores(state: ServerState, body: ResponsesRequest) -> bool:
     return possible if body.store is None else body.store
 
 
-def _keeper(state: ServerState, tenant: str, history: Conversation) -> Callable[[dict[str, Any], Choice], bool]:
-    def keep(response: dict[str, Any], choice: Choice) -> bool:
-        history.add_reply(choice.runs)
+def _keeper(state: ServerState, tenant: str, history: Conversation) -> Callable[[dict[str, Any], Sequence[Part]], bool]:
+    def keep(response: dict[str, Any], parts: Sequence[Part]) -> bool:
+        history.add_reply(parts, CALL_PREFIX)
         stored = StoredResponse({**response, "store": True}, history.messages)
         return state.responses.put(tenant, response["id"], stored)
 
@@ -131,6 +135,11 @@ def _keeper(state: ServerState, tenant: str, history: Conversation) -> Callable[
 def _format(body: ResponsesRequest) -> dict[str, Any]:
     given = body.text.format if body.text else None
     return given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
+
+
+def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
+    given = body.tool_choice or "auto"
+    return given if isinstance(given, str) else given.model_dump()
 
 
 def _echo(body: ResponsesRequest, sampling: SamplingParams, stores: bool) -> dict[str, Any]:
@@ -144,8 +153,8 @@ def _echo(body: ResponsesRequest, sampling: SamplingParams, stores: bool) -> dic
         "top_logprobs": sampling.logprobs or 0,
         "reasoning": {"effort": body.effort(), "summary": None},
         "text": {"format": _format(body)},
-        "tools": [],
-        "tool_choice": body.tool_choice or "auto",
+        "tools": [each.model_dump() for each in body.tools or ()],
+        "tool_choice": _tool_choice(body),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "truncation": "disabled",
         "background": False,

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from thinkfold.server.errors import failure_of
 from thinkfold.server.generation import Job, Told
 from thinkfold.server.logprobs import TokenBytes, chat_logprobs
+from thinkfold.server.parts import Event, Part, PartReader, part_of, parts_of
 from thinkfold.server.reply import Choice, Reply
-from thinkfold.server.responses.items import ReasoningSeal, message_item, reasoning_item, reasoning_part, text_part
+from thinkfold.server.responses.items import (
+    ReasoningSeal,
+    call_item,
+    message_item,
+    reasoning_item,
+    reasoning_part,
+    text_part,
+)
 from thinkfold.server.streaming import KEEP_ALIVE, event
+from thinkfold.text.tool_calls import CallBegun, ToolFormat
 from thinkfold.types import CompletionOutput, FinishReason, Phase, TokenLogprobs
+
+_ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +36,15 @@ class Frame:
     seal: ReasoningSeal | None  # None: no encrypted content was asked for
     num_logprobs: int | None
     token_bytes: TokenBytes
-    keep: Callable[[dict[str, Any], Choice], bool]
+    keep: Callable[[dict[str, Any], Sequence[Part]], bool]
+    calls: ToolFormat | None  # how the model writes calls; None where it may write none
 
 
 @dataclass(slots=True)
 class _OpenItem:
     """The item that a stream writes; `pending` are the log-probabilities of text that is still held back."""
 
-    phase: Phase
-    parts: list[str] = field(default_factory=list)
+    part: Part
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     pending: list[TokenLogprobs] = field(default_factory=list)
 
@@ -50,16 +61,19 @@ class ResponseWriter:
         self._created = int(time.time())
         self._numbers = itertools.count()
         self._items: list[dict[str, Any]] = []
+        self._parts: list[Part] = []
         self._open: _OpenItem | None = None
+        self._reader = PartReader(frame.calls)
         self._early: list[TokenLogprobs] = []  # of answer tokens before their item has opened
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         choice = reply.choices[0]
         answers = _answers(choice.logprobs)
-        for i, run in enumerate(choice.runs):
-            status = _status(choice)[0] if i == len(choice.runs) - 1 else "completed"
-            logprobs = next(answers, []) if run.phase is Phase.ANSWER else []
-            self._items.append(self._item(run.phase, run.text, status, logprobs))
+        self._parts = parts_of(choice.runs, self._reader)
+        for i, part in enumerate(self._parts):
+            status = _status(choice)[0] if i == len(self._parts) - 1 else "completed"
+            logprobs = next(answers, []) if part.kind == "text" else []
+            self._items.append(self._item(part, part.text, status, logprobs))
         return self._finished(reply)
 
     def start(self, reply: Reply) -> Iterator[bytes]:
@@ -68,21 +82,19 @@ class ResponseWriter:
 
     def news(self, choice: Choice, news: CompletionOutput, told: Sequence[Told]) -> Iterator[bytes]:
         answers = [item for item in news.logprobs if item.phase is Phase.ANSWER]
-        for phase, text in ((Phase.THINKING, news.reasoning), (Phase.ANSWER, news.text)):
-            if text:
-                yield from self._turn_to(phase, "completed")
-            if phase is Phase.ANSWER:
-                self._take(answers)
-            if text and self._open is not None:
-                yield self._delta(self._open, text)
+        yield from self._tell(self._reader.read(Phase.THINKING, news.reasoning))
+        events = self._reader.read(Phase.ANSWER, news.text)
+        events += self._reader.flush() if news.finish_reason is not None else []
+        yield from self._tell(events, answers)
         for name, data in told:
             yield self._event(name, thinkfold=data)
 
     def end(self, reply: Reply) -> Iterator[bytes]:
         item_status, status = _status(reply.choices[0])
         yield from self._turn_to(None, item_status)
-        if not reply.choices[0].runs:
-            self._items.clear()  # whoever cancelled the response wanted nothing of it
+        if not reply.choices[0].runs:  # whoever cancelled the response wanted nothing of it
+            self._items.clear()
+            self._parts.clear()
         name = "completed" if status == "completed" else "incomplete"
         yield self._event(f"response.{name}", response=self._finished(reply))
 
@@ -92,57 +104,83 @@ class ResponseWriter:
 
     def _take(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Keep log-probabilities of answer tokens until their text is told."""
-        if self._open is None or self._open.phase is not Phase.ANSWER:
+        if self._open is None or self._open.part.kind != "text":
             self._early += logprobs
         else:
             self._open.pending += logprobs
 
-    def _turn_to(self, phase: Phase | None, status: str) -> Iterator[bytes]:
-        """Finish the open item, with `status`, unless it is of `phase`, and begin one of it."""
+    def _tell(self, events: Iterable[Event], logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[bytes]:
+        for each in events:
+            part = part_of(each, self._open.part if self._open is not None else None)
+            yield from self._turn_to(part, "completed")
+            self._take(logprobs)
+            logprobs = ()
+            if self._open is not None and not isinstance(each, CallBegun):
+                yield self._delta(self._open, each.text)
+        self._take(logprobs)
+
+    def _turn_to(self, part: Part | None, status: str) -> Iterator[bytes]:
+        """Finish the open item, with `status`, unless it is that of `part`, and begin this one's."""
         item, index = self._open, len(self._items)
+        if item is not None and item.part is part:
+            return
         if item is not None:
-            if item.phase is phase:
-                return
-            done = self._item(item.phase, "".join(item.parts), status, [*item.logprobs, *item.pending])
-            part = done["content"][0]
-            told = {name: part[name] for name in ("text", "logprobs") if name in part}
-            yield self._event(f"response.{part['type']}.done", **self._place(item.phase), **told)
-            yield self._event("response.content_part.done", **self._place(item.phase), part=part)
+            done = self._item(item.part, item.part.text, status, [*item.logprobs, *item.pending])
+            yield from self._closing(item.part, done)
             yield self._event("response.output_item.done", output_index=index, item=done)
             self._items.append(done)
+            self._parts.append(item.part)
         self._open = None
-        if phase is not None:
-            self._open = _OpenItem(phase)
-            if phase is Phase.ANSWER:
+        if part is not None:
+            self._open = _OpenItem(part)
+            if part.kind == "text":
                 self._open.pending, self._early = self._early, []
-            part = reasoning_part("") if phase is Phase.THINKING else text_part("", [])
-            begun = self._item(phase, None, "in_progress", [])
+            begun = self._item(part, None, "in_progress", [])
             yield self._event("response.output_item.added", output_index=len(self._items), item=begun)
-            yield self._event("response.content_part.added", **self._place(phase), part=part)
+            if part.kind != "call":
+                content = reasoning_part("") if part.kind == "thinking" else text_part("", [])
+                yield self._event("response.content_part.added", **self._place(part), part=content)
+
+    def _closing(self, part: Part, done: dict[str, Any]) -> Iterator[bytes]:
+        """The events between the last delta of an item and its own end."""
+        if part.kind == "call":
+            told = {"name": part.name, "arguments": part.text}
+            yield self._event("response.function_call_arguments.done", **self._place(part), **told)
+            return
+        content = done["content"][0]
+        told = {name: content[name] for name in ("text", "logprobs") if name in content}
+        yield self._event(f"response.{content['type']}.done", **self._place(part), **told)
+        yield self._event("response.content_part.done", **self._place(part), part=content)
 
     def _delta(self, item: _OpenItem, text: str) -> bytes:
-        item.parts.append(text)
-        if item.phase is Phase.THINKING:
-            return self._event("response.reasoning_text.delta", **self._place(item.phase), delta=text)
+        place = self._place(item.part)
+        item.part.pieces.append(text)
+        if item.part.kind == "call":
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        if item.part.kind == "thinking":
+            return self._event("response.reasoning_text.delta", **place, delta=text)
         logprobs = self._logprobs(item.pending)
         item.logprobs += item.pending
         item.pending = []
-        return self._event("response.output_text.delta", **self._place(item.phase), delta=text, logprobs=logprobs)
+        return self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
 
-    def _place(self, phase: Phase) -> dict[str, Any]:
-        return {"item_id": self._item_id(phase), "output_index": len(self._items), "content_index": 0}
+    def _place(self, part: Part) -> dict[str, Any]:
+        place = {"item_id": self._item_id(part), "output_index": len(self._items)}
+        return place if part.kind == "call" else {**place, "content_index": 0}
 
-    def _item_id(self, phase: Phase) -> str:
+    def _item_id(self, part: Part) -> str:
         """The id of the next item."""
-        prefix = "rs" if phase is Phase.THINKING else "msg"
-        return f"{prefix}_{self._job.response_id.removeprefix('resp_')}_{len(self._items)}"
+        return f"{_ID_PREFIXES[part.kind]}_{self._job.response_id.removeprefix('resp_')}_{len(self._items)}"
 
-    def _item(self, phase: Phase, text: str | None, status: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _item(self, part: Part, text: str | None, status: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The next item; `text` None if it only begins."""
-        if phase is Phase.ANSWER:
-            return message_item(self._item_id(phase), text, status, self._logprobs(logprobs))
+        item_id = self._item_id(part)
+        if part.kind == "call":
+            return call_item(item_id, part, text or "", status)
+        if part.kind == "text":
+            return message_item(item_id, text, status, self._logprobs(logprobs))
         encrypted = self._frame.seal.seal(text) if self._frame.seal and text is not None else None
-        return reasoning_item(self._item_id(phase), text, status, encrypted)
+        return reasoning_item(item_id, text, status, encrypted)
 
     def _logprobs(self, items: Sequence[TokenLogprobs]) -> list[Any]:
         count = self._frame.num_logprobs
@@ -159,7 +197,7 @@ class ResponseWriter:
             "thinking_end_reason": choice.thinking_end_reason,
             "thinkfold": reply.thinkfold(),
         }
-        response["store"] = self._frame.keep(response, choice)
+        response["store"] = self._frame.keep(response, self._parts)
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -177,7 +215,7 @@ class ResponseWriter:
             **self._frame.echo,
         }
 
-    def _event(self, name: str, **data: Any) -> bytes:
+    def _event(self, name: str, /, **data: Any) -> bytes:
         return event({"type": name, "sequence_number": next(self._numbers), **data}, name)
 
 
