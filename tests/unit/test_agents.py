@@ -146,13 +146,13 @@ def test_the_cache_is_bounded_in_number_and_time() -> None:
         return Answer(text, None, POLICY, FoldPolicy(), Limits(), now[0])
 
     for name in "abc":
-        cache.put(name, answer(name))
-    assert cache.get("a") is None and len(cache) == 2
-    assert (found := cache.get("b")) is not None and found.text == "b"
-    cache.put("d", answer(""))
-    assert cache.get("d") is None
+        cache.put(("t", name), answer(name))
+    assert cache.get(("t", "a")) is None and len(cache) == 2
+    assert (found := cache.get(("t", "b"))) is not None and found.text == "b"
+    cache.put(("t", "d"), answer(""))
+    assert cache.get(("t", "d")) is None
     now[0] = 10.0
-    assert cache.get("b") is None and len(cache) == 1
+    assert cache.get(("t", "b")) is None and len(cache) == 1
 
 
 async def ask(client: httpx.AsyncClient, secret: str = RIGHT, body: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -264,12 +264,12 @@ async def test_unfinished_answers_are_not_kept_and_what_cannot_be_is_refused() -
 
 def test_an_answer_that_its_session_cut_short_is_not_kept() -> None:
     cache, clamp = StepCache(9, 10.0), Clamp("default_thinking_budget", 16_384, 256, "session")
-    serving = Serving("", Service(), cache=cache, key="k")
+    serving = Serving("", Service(), cache=cache, key=("t", "k"))
     last = CompletionOutput(0, finish_reason=FinishReason.STOP, thinking_end_reason=ThinkingEndReason.BUDGET)
     serving.keep("A", RequestOutput("r", [last], POLICY, Costs(), True, limits=Limits(clamped=(clamp,))))
-    assert cache.get("k") is None
+    assert cache.get(("t", "k")) is None
     serving.keep("A", RequestOutput("r", [last], POLICY, Costs(), True))
-    assert cache.get("k") is not None
+    assert cache.get(("t", "k")) is not None
 
 
 async def test_a_hit_spends_nothing_of_its_session() -> None:

@@ -166,3 +166,28 @@ def test_a_long_random_run_keeps_tree_pins_and_pool_together(seed):
     kv.clear_cache()
     assert kv.num_spare == 18
     kv.check_integrity([])
+
+
+def test_a_forgotten_namespace_leaves_only_what_somebody_still_reads():
+    kv = make(num_pages=20)
+    spaces = {name: (f"tenant={name}", "salt=x") for name in "ab"}
+    for space in spaces.values():
+        table = PageTable()
+        assert kv.allocate(table, 3 * 4, PageClass.PROMPT)
+        table.kv_len = 12
+        kv.publish(table, space, stem(7, 3), 12)
+        kv.free(table)
+    held = PageTable()
+    assert kv.match(held, spaces["a"], stem(7, 3), 8) == 8
+    assert kv.prefixes.forget(("tenant=a",)) == 1, "two of its three pages are being read"
+    kv.check_integrity([held])
+    kv.free(held)
+    assert kv.prefixes.forget(("tenant=a",)) == 2 and kv.prefixes.forget(("tenant=a",)) == 0
+    kv.check_integrity([])
+    other = PageTable()
+    assert (
+        kv.match(PageTable(), spaces["a"], stem(7, 3), 12) == 0 and kv.match(other, spaces["b"], stem(7, 3), 12) == 12
+    )
+    kv.free(other)
+    assert kv.prefixes.forget(()) == 3, "no labels are everybody's"
+    kv.check_integrity([])

@@ -10,7 +10,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseReasoningItem,
+)
 from server_shapes import fold_response, named_events
 from server_stand_in import EOS, ScriptedEngine, serving
 from test_server_tools import DRAFT, PARIS, WEATHER, engine_of
@@ -34,11 +39,11 @@ async def client_of(engine: ScriptedEngine) -> AsyncIterator[openai.AsyncOpenAI]
 def items(response: Response) -> list[Item]:
     shown = []
     for item in response.output:
-        if item.type == "function_call":
+        if isinstance(item, ResponseFunctionToolCall):
             assert item.id and item.call_id.startswith("call_")
             shown.append((item.name, item.arguments))
         else:
-            assert item.type in ("reasoning", "message") and item.content
+            assert isinstance(item, ResponseReasoningItem | ResponseOutputMessage) and item.content
             shown.append((item.type, getattr(item.content[0], "text", "")))
     return shown
 

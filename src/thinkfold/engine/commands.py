@@ -140,6 +140,14 @@ class Unpin(Order):
     owner: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget(Order):
+    """Let go of all that is kept for `owner` and for namespaces that begin with `labels`."""
+
+    owner: str
+    labels: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came of the order `call`: a value, or the error to raise."""

@@ -14,6 +14,7 @@ from thinkfold.engine.commands import (
     Cancel,
     Drop,
     EndThinking,
+    Forget,
     Fork,
     Hash,
     Inject,
@@ -180,6 +181,13 @@ class Controls(ABC):
     async def unpin(self, name: str, owner: str = "") -> None:
         """Let go of an owner's pin. Raises NotFoundError."""
         await self._ask(Unpin(call=self._next(), request_id=name, owner=owner))
+
+    async def forget(self, owner: str = "", labels: tuple[str, ...] = ()) -> dict[str, int]:
+        """Let go of all that is kept for an owner and for namespaces that begin with `labels`: how many of what.
+
+        Handles, pinned prefixes, pages of the prefix cache. Running requests go on with what they hold.
+        """
+        return await self._ask(Forget(call=self._next(), request_id="", owner=owner, labels=labels))
 
     async def _ask(self, order: Order, unheard: Unheard = _ignore) -> Any:
         """The order's value; raises its error. `unheard` gets the answer if the caller has given up meanwhile."""

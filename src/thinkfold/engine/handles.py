@@ -88,6 +88,14 @@ class Handles:
         self._drop(name)
         self._hold()
 
+    def forget(self, labels: tuple[str, ...]) -> int:
+        """Forget all of namespaces that begin with `labels`; their number."""
+        gone = [n for n, kept in self._kept.items() if kept.branch.request.namespace[: len(labels)] == labels]
+        for name in gone:
+            self._drop(name)
+        self._hold()
+        return len(gone)
+
     def expire(self) -> bool:
         """Forget what nobody has used for its time to live; whether there was any."""
         now = self._clock()

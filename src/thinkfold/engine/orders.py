@@ -14,6 +14,7 @@ from thinkfold.engine.commands import (
     Drop,
     EndThinking,
     Extend,
+    Forget,
     Fork,
     Hash,
     Inject,
@@ -83,6 +84,10 @@ class Orders:
             return self._core.prefixes.pinned(order.owner)
         if isinstance(order, Unpin):
             return self._core.prefixes.drop(order.request_id, order.owner)
+        if isinstance(order, Forget):
+            handles = self._core.handles.forget(order.labels)
+            prefixes, pages = self._core.prefixes.forget(order.owner, order.labels)
+            return {"handles": handles, "prefixes": prefixes, "pages": pages}
         running = self._core.find(order.request_id)
         value = self._actions[type(order)](running, order)
         self._core.touch(running)

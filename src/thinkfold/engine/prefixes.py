@@ -107,6 +107,17 @@ class Prefixes:
             raise NotFoundError(f"no prefix {name!r:.100} is pinned")
         self._pins.drop(found)
 
+    def forget(self, owner: str, labels: tuple[str, ...]) -> tuple[int, int]:
+        """Let go of an owner's pins and of the idle pages of namespaces that begin with `labels`; how many of each."""
+        for prefix in self._ahead:
+            if self._asked[id(prefix)].order.owner == owner:
+                self._ahead.forget(prefix)
+        self.sweep()
+        pins = self._pins.of(owner)
+        for pin in pins:
+            self._pins.drop(pin)
+        return len(pins), self._kv.prefixes.forget(labels)
+
     @property
     def answered(self) -> bool:
         """Whether there are answers to take."""

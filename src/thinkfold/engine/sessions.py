@@ -86,6 +86,13 @@ class SessionStore:
         if self._sessions.pop((tenant, name), None) is None:
             raise NotFoundError(f"there is no session {name!r:.130}")
 
+    def delete_tenant(self, tenant: str) -> int:
+        """Forget all of a tenant's; their number."""
+        mine = [key for key in self._sessions if key[0] == tenant]
+        for key in mine:
+            del self._sessions[key]
+        return len(mine)
+
     def touch(self, tenant: str, name: str, session: Session) -> None:
         """A call of the session has ended."""
         if self._sessions.get((tenant, name)) is session:

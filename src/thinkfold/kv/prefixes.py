@@ -63,6 +63,10 @@ class SharedPrefixes:
         """Drop every idle page but the pinned ones."""
         self._radix.clear()
 
+    def forget(self, labels: Namespace) -> int:
+        """Drop the idle pages of every namespace that begins with `labels`; returns how many went."""
+        return self._radix.forget(labels)
+
     def pages(self) -> Iterable[int]:
         """All pages that the tree holds."""
         return self._radix.pages()

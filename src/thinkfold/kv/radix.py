@@ -114,6 +114,22 @@ class RadixCache:
         """Drop every idle page."""
         self.evict(len(self._by_page))
 
+    def forget(self, labels: Namespace) -> int:
+        """Drop the idle pages of every namespace that begins with `labels`; returns how many went."""
+        stack = [root for name, root in self._roots.items() if name[: len(labels)] == labels]
+        nodes: list[_Node] = []
+        while stack:
+            children = stack.pop().children.values()
+            nodes += children
+            stack += children
+        before = len(self._by_page)
+        for node in reversed(nodes):  # leaves first
+            if self._evictable(node):
+                self._drop(node)
+        self._idle_leaves = [entry for entry in self._idle_leaves if self._by_page.get(entry[2].page) is entry[2]]
+        heapq.heapify(self._idle_leaves)
+        return before - len(self._by_page)
+
     def pages(self) -> Iterator[int]:
         """All pages the tree holds."""
         return iter(self._by_page)

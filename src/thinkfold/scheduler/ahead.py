@@ -32,6 +32,7 @@ class Prefix:
     idle: bool
     computed: int = 0  # tokens that went through the model for it
     dropped: str | None = None  # why it was given up
+    forgotten: bool = False  # what is still being written for it is not to be shared
     table: PageTable = field(default_factory=PageTable)  # at its end, until it is taken note of: where it is
 
 
@@ -74,6 +75,11 @@ class PrefillAhead:
         prefix.dropped = why
         self._end(prefix)
 
+    def forget(self, prefix: Prefix) -> None:
+        """Give up a queued prefix, and share nothing of it from now on."""
+        prefix.forgotten = True
+        self.drop(prefix, "its owner was forgotten")
+
     def take(self) -> list[Prefix]:
         """Those that have ended since the last call; their tables are the caller's to free."""
         done, self._done = self._done, []
@@ -114,7 +120,8 @@ class PrefillAhead:
             return []
         self._flight = None
         prefix, table = flight.prefix, flight.table
-        self._kv.publish(table, prefix.namespace, prefix.token_ids, table.kv_len)
+        if not prefix.forgotten:
+            self._kv.publish(table, prefix.namespace, prefix.token_ids, table.kv_len)
         self._kv.free(table)
         return [flight.slot]
 

@@ -9,7 +9,19 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from thinkfold.engine.sessions import SessionStore
-from thinkfold.server import chat, completions, control, engine_view, errors, health, metrics, models, partial, prefixes
+from thinkfold.server import (
+    chat,
+    completions,
+    control,
+    engine_view,
+    errors,
+    health,
+    metrics,
+    models,
+    partial,
+    prefixes,
+    tenants,
+)
 from thinkfold.server.access import admin
 from thinkfold.server.access.gate import Access, Gate
 from thinkfold.server.agents import routes as agent_routes
@@ -61,7 +73,7 @@ def build_app(
         StepCache(options.step_cache_answers, options.step_cache_ttl_s),
     )
     app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access, *agents)
-    apis = (chat, completions, messages, response_routes, control, partial, prefixes, agent_routes, models)
+    apis = (chat, completions, messages, response_routes, control, partial, prefixes, agent_routes, tenants, models)
     for module in (*apis, health, metrics, engine_view, admin):
         app.include_router(module.router)
     if options.page:

@@ -134,6 +134,13 @@ class Warmable(Protocol):
 
 
 @runtime_checkable
+class Forgetting(Protocol):
+    """An engine that can let go of all that it keeps for somebody (see `engine.controls.Controls`)."""
+
+    async def forget(self, owner: str = "", labels: tuple[str, ...] = ()) -> dict[str, int]: ...
+
+
+@runtime_checkable
 class Deciding(Protocol):
     """An engine that can ask several samples and decide between them."""
 

@@ -59,7 +59,7 @@ class Serving:
     slo: Slo | None = None
     call: SessionCall | None = None
     cache: StepCache | None = None
-    key: str = ""
+    key: tuple[str, str] = ("", "")
     answer: Answer | None = None  # kept for this step
 
     def note(self, prompt: int, output: RequestOutput) -> None:

@@ -18,7 +18,7 @@ from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
-_tasks: set[asyncio.Task[None]] = set()  # the loop itself holds them only weakly
+_tasks: dict[asyncio.Task[None], str] = {}  # by owner; the loop itself holds them only weakly
 
 
 @dataclass(slots=True)
@@ -58,8 +58,16 @@ def compute_ahead(engine: Engine, turn: NextTurn, name: str, namespace: tuple[st
     """Let the engine compute the next turn's beginning when it has nothing else to do."""
     if engine.config.turn_ahead and engine.config.enable_prefix_caching and isinstance(engine, Warmable):
         task = asyncio.create_task(_compute(engine, engine, turn, name, namespace, owner))
-        _tasks.add(task)
-        task.add_done_callback(_tasks.discard)
+        _tasks[task] = owner
+        task.add_done_callback(_tasks.pop)
+
+
+async def give_up_ahead(owner: str) -> None:
+    """Ask the engine for no more of an owner's next turns, than it has been asked for."""
+    mine = [task for task, whose in _tasks.items() if whose == owner]
+    for task in mine:
+        task.cancel()
+    await asyncio.gather(*mine, return_exceptions=True)
 
 
 async def _compute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -26,11 +27,14 @@ class Access:
     max_header_bytes: int = 32 * 1024
     quotas: Quotas = field(default_factory=Quotas)
     draining: bool = False
+    running: Counter[str] = field(default_factory=Counter)  # generations by tenant
 
     def lease(self, request: Request, thinking: int) -> Lease:
         """The begin of a generation of `request`. Raises RateLimitError."""
         key: ApiKey | None = getattr(request.state, "api_key", None)
-        return Lease(None, 0) if key is None else self.quotas.lease(key, thinking)
+        lease = Lease(None, 0) if key is None else self.quotas.lease(key, thinking)
+        lease.count(self.running, getattr(request.state, "tenant", ""))
+        return lease
 
 
 class Gate:

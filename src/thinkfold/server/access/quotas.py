@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,7 @@ class Lease:
         self._usage = usage
         self._thinking = thinking
         self._tokens: dict[int, int] = {}
+        self._counted: tuple[Counter[str], str] | None = None
         if usage is not None:
             usage.thinking += thinking
 
@@ -117,7 +119,18 @@ class Lease:
         costs = output.costs
         self._tokens[prompt] = costs.prompt_tokens + costs.thinking_tokens + costs.answer_tokens
 
+    def count(self, running: Counter[str], tenant: str) -> None:
+        """Be one of the tenant's `running` generations until the end."""
+        self._counted = running, tenant
+        running[tenant] += 1
+
     def close(self) -> None:
+        counted, self._counted = self._counted, None
+        if counted is not None:
+            running, tenant = counted
+            running[tenant] -= 1
+            if not running[tenant]:
+                del running[tenant]
         usage, self._usage = self._usage, None
         if usage is None:
             return

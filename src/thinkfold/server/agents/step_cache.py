@@ -35,15 +35,18 @@ class Answer:
 
 
 class StepCache:
-    """At most `most` answers, each for `ttl_s` seconds; the least recently used goes first."""
+    """At most `most` answers, each for `ttl_s` seconds; the least recently used goes first.
+
+    Keys are those of `key_of`, each of one tenant.
+    """
 
     def __init__(self, most: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
         self.ttl_s = ttl_s
         self.clock = clock
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, str], Answer] = OrderedDict()
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: tuple[str, str]) -> Answer | None:
         """The answer kept for a key that is not too old."""
         answer = self._answers.get(key)
         if answer is None:
@@ -54,7 +57,7 @@ class StepCache:
         self._answers.move_to_end(key)
         return answer
 
-    def put(self, key: str, answer: Answer) -> None:
+    def put(self, key: tuple[str, str], answer: Answer) -> None:
         """Keep an answer in place of an older one; empty and very long ones are not kept."""
         if not 0 < len(answer.text) <= MAX_ANSWER_CHARS or self.most < 1:
             return
@@ -63,18 +66,25 @@ class StepCache:
         while len(self._answers) > self.most:
             self._answers.popitem(last=False)
 
+    def delete_tenant(self, tenant: str) -> int:
+        """Forget all of a tenant's; their number."""
+        mine = [key for key in self._answers if key[0] == tenant]
+        for key in mine:
+            del self._answers[key]
+        return len(mine)
+
     def __len__(self) -> int:
         return len(self._answers)
 
 
-def key_of(tenant: str, step: str, *parameters: object) -> str:
+def key_of(tenant: str, step: str, *parameters: object) -> tuple[str, str]:
     """One key for everything that an answer may depend on and the client wants it to: no part can pass for another."""
-    parts = [tenant, normalised(step), *map(repr, parameters)]
+    parts = [normalised(step), *map(repr, parameters)]
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "big") + data)
-    return digest.hexdigest()
+    return tenant, digest.hexdigest()
 
 
 def normalised(step: str) -> str:
