@@ -13,7 +13,7 @@ from thinkfold.server.errors import ModelNotFoundError, renamed
 from thinkfold.server.folds import FIELD_NAMES, ThinkfoldFields
 from thinkfold.server.policy import ThinkingFields, agreed
 from thinkfold.server.structured import StructuredOutputs
-from thinkfold.types import ControlParams, FoldParams, Grammar, SamplingParams, VoteParams, parse_control, parse_vote
+from thinkfold.types import ControlParams, Decision, FoldParams, Grammar, SamplingParams, parse_control, parse_vote
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -65,7 +65,7 @@ class SharedFields(StrictModel):
         except ParameterError as error:
             raise renamed(error, FIELD_NAMES) from None
 
-    def decision(self) -> VoteParams | None:
+    def decision(self) -> Decision | None:
         """How the reply is decided over several samples, None for one reply. Raises ParameterError."""
         inside = self.thinkfold.vote if self.thinkfold else None
         given = {name: wish for name, wish in (("vote", self.vote), ("thinkfold.vote", inside)) if wish is not None}
