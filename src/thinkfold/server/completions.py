@@ -25,7 +25,7 @@ from thinkfold.server.generation import Job, respond
 from thinkfold.server.logprobs import TextPosition, TokenBytes, legacy_logprobs
 from thinkfold.server.reply import Choice
 from thinkfold.server.state import ServerState, state_of
-from thinkfold.types import CompletionOutput, VoteParams
+from thinkfold.types import CompletionOutput, Decision
 
 router = APIRouter()
 
@@ -128,7 +128,7 @@ def _prepare(state: ServerState, engine: Engine, body: CompletionRequest) -> tup
     )
 
 
-def _decision(body: CompletionRequest, prompts: int) -> VoteParams | None:
+def _decision(body: CompletionRequest, prompts: int) -> Decision | None:
     """How samples of the one prompt decide. Raises ParameterError."""
     how = body.decision()
     if how is not None and prompts > 1:
