@@ -38,31 +38,14 @@ from thinkfold.kv.manager import KVManager
 from thinkfold.runner import loader
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.model_runner import ModelRunner
+from thinkfold.runner.shapes import SHAPES
 from thinkfold.runner.storage import page_bytes
 from thinkfold.scheduler.output import StepPlan, StepResult
 from thinkfold.scheduler.scheduler import Scheduler
 from thinkfold.text.vocabulary import Vocabulary
 from thinkfold.types import EngineRequest, Phase, PromptState, ThinkingPolicy, TokenStats
 
-# DeepSeek-R1-Distill-Qwen-7B, by its published configuration.
-SEVEN_B = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 152064,
-    "dtype": "bfloat16",
-    "bos_token_id": 151646,
-    "eos_token_id": 151643,
-}
-SHAPES = "32x4k,16x16k,64x1k,1x32k"
+BATCHES = "32x4k,16x16k,64x1k,1x32k"
 WARM = 16  # steps before the clock starts
 COPY_BYTES = 2 << 30
 SAMPLED: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95}
@@ -214,7 +197,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 def base_config(args: argparse.Namespace, folder: str) -> EngineConfig:
     """What all shapes share. Writes the configuration of `7b` to `folder`."""
-    (Path(folder) / "config.json").write_text(json.dumps(SEVEN_B))
+    (Path(folder) / "config.json").write_text(json.dumps(SHAPES["7b"]))
     seven = args.model == "7b"
     return EngineConfig(
         model=folder if seven else args.model,
@@ -237,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the copy, then every shape; print and keep the rows."""
     parser = argparse.ArgumentParser(prog="thinkfold bench decode", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="7b", help="7b (random weights), or a model that can be loaded")
-    parser.add_argument("--shapes", default=SHAPES, help="rows x entries, with commas (default: %(default)s)")
+    parser.add_argument("--shapes", default=BATCHES, help="rows x entries, with commas (default: %(default)s)")
     parser.add_argument("--sampled", action="store_true", help="T = 0.6, top_p = 0.95 instead of forced tokens")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--kv-cache-dtype", choices=("model", "fp8_e4m3"), default="model")

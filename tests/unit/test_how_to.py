@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from thinkfold.cli import plan
+from thinkfold.cli.main import build_parser
 from thinkfold.cli.paired import tango
 from thinkfold.cli.settings import resolve
-from thinkfold.fold.estimate import FoldShape
-from thinkfold.types import FOLD_PROFILES
+from thinkfold.engine.planning import Planner
+from thinkfold.types import FoldMode
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "how-to"
@@ -62,15 +64,36 @@ def test_settings_files_are_valid(tmp_path: Path) -> None:
 
 
 def test_the_room_of_a_32b_model() -> None:
+    """Tables and sentences of the page are what its command says."""
     page = PAGES["serve-32b-on-one-card"]
-    heads, dim, prompt, thinking, pool = 64 * 8, 128, 2_000, 32_000, 10e9
-    raw, fp8 = heads * 2 * dim * 2, heads * (2 * dim + 2 * 2)
-    assert (raw, fp8) == (256 * 1024, 130 * 1024)
-    numbers = FOLD_PROFILES["default"]
-    peak = prompt + FoldShape.most(numbers).entries(numbers, thinking)
-    assert f"peak of {round(peak, -2):,.0f} entries" in page
-    for tokens, held in ((pool / raw, prompt + thinking), (pool / fp8, prompt + thinking), (pool / fp8, peak)):
-        assert re.search(rf"\| {tokens // 1000:.0f},000 \| {tokens // held:.0f} \|", page), (tokens, held)
+    (command,) = (
+        line for block in blocks("serve-32b-on-one-card", "sh") for line in block.splitlines() if "plan" in line
+    )
+    args = build_parser().parse_args(command.split()[1:])
+    card = plan.card_of(args)
+    config = plan.config_of(args)
+    planner, load = Planner(config, card), plan.load_of(args)
+    for dtype, shown in (("model", "bf16"), ("fp8_e4m3", "fp8")):
+        pool = planner.pool(dtype)
+        assert f"{pool.entry_bytes / 1024:.0f} KiB" in page
+        for policy in FoldMode:
+            row = planner.outlook(pool, load, policy)
+            line = (
+                f"| {shown} | {pool.capacity:,} | {policy} | {row.sessions} | {row.spread} | "
+                f"{1e3 * row.step_s:.1f} ms | {row.answers_h:.0f} |"
+            )
+            assert line in page, line
+    parts = {
+        "CUDA counts": card.memory,
+        "utilization 0.92": card.memory * 0.92,
+        "weights, 32.8": pool.weight_bytes,
+        "what folds of 16": pool.fold_bytes,
+        "an assumption": card.overhead,
+        "left for KV": pool.pages * pool.page_bytes,
+    }
+    for words, size in parts.items():
+        assert re.search(rf"^\| .*{words}.* \| {size / 1e9:.1f} \|$", page, re.MULTILINE), (words, size / 1e9)
+    assert f"{pool.fold_bytes / 16 / 1e6:.0f} MB" in page
 
 
 def test_data_and_bounds_of_an_eval() -> None:

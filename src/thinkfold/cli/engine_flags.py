@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import types
+from collections.abc import Collection
 from dataclasses import MISSING, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,14 +20,21 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, given_only: bool = Fals
     add_flags(parser, EngineConfig, "engine", given_only=given_only)
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: Any, title: str, *, given_only: bool = False) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    settings: Any,
+    title: str,
+    *,
+    given_only: bool = False,
+    only: Collection[str] | None = None,
+) -> None:
     """One flag a field: its name, type, choices, default and what the docstring says of it.
 
-    With `given_only` the parsed arguments hold no defaults.
+    With `given_only` the parsed arguments hold no defaults; with `only` there are no flags for other fields.
     """
     group = parser.add_argument_group(title)
     for field in fields(settings):
-        if field.name == POSITIONAL:
+        if field.name == POSITIONAL or (only is not None and field.name not in only):
             continue
         flag = "--" + field.name.replace("_", "-")
         text = sentence(settings, field.name) or f"see {settings.__name__}"

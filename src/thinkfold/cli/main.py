@@ -13,7 +13,7 @@ from importlib import import_module
 from thinkfold import __version__
 from thinkfold.errors import ThinkfoldError
 
-COMMANDS = ("serve", "ask", "eval", "calibrate", "bench", "top")
+COMMANDS = ("serve", "ask", "eval", "calibrate", "plan", "bench", "top")
 USAGE_ERROR = 2
 INTERRUPTED = 130
 

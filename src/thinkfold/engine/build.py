@@ -7,6 +7,7 @@ from functools import cache, partial
 from thinkfold.config import EngineConfig
 from thinkfold.control.parts import PartControl
 from thinkfold.engine.answer_grammars import AnswerGrammars
+from thinkfold.engine.capacity import reserve_pages
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.messages import ModelInfo
@@ -30,7 +31,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         end_marker_id=family.end_token_id if family else None,
         eos_token_ids=language.vocabulary.eos_ids,
     )
-    reserve = _reserve_pages(runner, config) if family else 0
+    reserve = reserve_pages(runner.budgets, config, runner.num_pages) if family else 0
     kv = _memory(runner, config, reserve)
     capacity = (runner.num_pages - reserve) * config.page_size
     admission = Admission(capacity, config.page_size, config.admission_risk)
@@ -102,11 +103,3 @@ def _make_control(language: Language, grammars: AnswerGrammars, request: EngineR
         grammar=grammars.open(request),
         search=None if regex is None else DelimiterSearch(compile_delimiter(regex, "fold.delimiter_regex")),
     )
-
-
-def _reserve_pages(runner: ModelRunner, config: EngineConfig) -> int:
-    """Pages kept for the summary of one segment, so that a fold succeeds when no page is free."""
-    _, numbers = config.fold_numbers
-    counts = runner.budgets.counts(numbers.entries, numbers.max_segment_tokens, config.page_size)
-    blocks = sum(-(-count // config.page_size) for count in counts)
-    return min(-(-blocks // len(counts)), runner.num_pages // 4)

@@ -1,11 +1,13 @@
-"""What one request can hold in the KV pool, alone: the bound that is known before it runs."""
+"""What the KV pool keeps back, and what one request can hold of it alone: the bounds that are known beforehand."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 
+from thinkfold.config import EngineConfig
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import CapacityError
+from thinkfold.fold.budgets import FoldBudgets
 from thinkfold.fold.estimate import FoldShape
 from thinkfold.types import FoldMode, FoldPolicy
 
@@ -32,3 +34,11 @@ def most_output_tokens(prompt_tokens: int, fold: FoldPolicy, model: ModelInfo) -
         return prompt_tokens + shape.entries(numbers, output_tokens)
 
     return max(1, bisect_right(range(room + 1), model.kv_capacity, key=peak) - 1)
+
+
+def reserve_pages(budgets: FoldBudgets, config: EngineConfig, num_pages: int) -> int:
+    """Pages kept for the summary of one segment, so that a fold succeeds when no page is free."""
+    _, numbers = config.fold_numbers
+    counts = budgets.counts(numbers.entries, numbers.max_segment_tokens, config.page_size)
+    blocks = sum(-(-count // config.page_size) for count in counts)
+    return min(-(-blocks // len(counts)), num_pages // 4)

@@ -25,6 +25,7 @@ from transformers import (
 from thinkfold.config import EMBEDDED_MODEL, EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.runner import adapter, cpu_fusion, cpu_layers
+from thinkfold.runner.shapes import SHAPES
 
 WAY_OUT = "serve it with another engine, such as vLLM or SGLang"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -61,10 +62,7 @@ def load(config: EngineConfig) -> LoadedModel:
     """
     device = pick_device(config.device)
     source = _source(config.model)
-    try:
-        hf_config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        raise ParameterError("model", f"cannot load {config.model!r}: {_first_line(error)}") from error
+    hf_config = _hf_config(config.model)
     check_supported(hf_config)
     dtype = _dtype(config.dtype, hf_config, device)
     model = _weights(source, config, hf_config, dtype, device)
@@ -82,6 +80,29 @@ def load(config: EngineConfig) -> LoadedModel:
         dtype=dtype,
         device=device,
         **layout,
+    )
+
+
+def outline(config: EngineConfig) -> LoadedModel:
+    """What `load` would load on a GPU, with tensors on the meta device: shapes without memory. No weights are read.
+
+    `config.model` may be one of SHAPES, too. Raises as `load` does.
+    """
+    hf_config, meta = _outlined(config.model), torch.device("meta")
+    check_supported(hf_config)
+    dtype = _dtype(config.dtype, hf_config, meta)
+    with meta:
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    _check_class(model)
+    return LoadedModel(
+        model=model,
+        tokenizer=None,
+        model_type=hf_config.model_type,
+        max_position=_max_position(hf_config),
+        eos_token_ids=(),
+        dtype=dtype,
+        device=meta,
+        **_layout(hf_config),
     )
 
 
@@ -169,6 +190,17 @@ def _source(name: str) -> str:
     if name == EMBEDDED_MODEL:
         return str(importlib.resources.files("thinkfold.pebble") / "model")
     return name
+
+
+def _hf_config(name: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(_source(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise ParameterError("model", f"cannot load {name!r}: {_first_line(error)}") from error
+
+
+def _outlined(name: str) -> PretrainedConfig:
+    return AutoConfig.for_model(**SHAPES[name]) if name in SHAPES else _hf_config(name)
 
 
 def _dtype(name: str, hf_config: PretrainedConfig, device: torch.device) -> torch.dtype:

@@ -66,6 +66,13 @@ class DeviceMemory:
         """Bytes that the first fold will allocate on the device beside the pool."""
         return 0 if self._reserved else self.queries.nbytes + self.tables.nbytes
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes beside the pool that `reserve` has taken on the device."""
+        if not self._reserved:
+            return 0
+        return sum(tensor.nbytes for tensor in (self.tables.table, self.tables.lens, *self.queries.reserve()))
+
     def reserve(self) -> None:
         """Allocate now all that folds may ever need, so that no tensor is replaced later; call `resize` after it."""
         self._reserved = self._with_bias = True

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from thinkfold.config import EngineConfig
-from thinkfold.errors import ParameterError
 from thinkfold.runner import forward_batch, loader, sizing
 from thinkfold.runner.forward import forward
 from thinkfold.runner.graphs import Capture, CudaCapture, StepGraphs
@@ -69,7 +68,7 @@ class ModelRunner:
         self._config = config
         self._loaded = loaded = loaded or loader.load(config)
         self._device = loaded.device
-        self.max_model_len = _model_len(config, loaded.max_position)
+        self.max_model_len = sizing.model_len(config, loaded.max_position)
         on_cpu = self._device.type == "cpu"
         self._token_tile = row_tile(loaded.model) if batch_invariant and on_cpu else 1
         may_choose = on_cpu and (not batch_invariant or threads_change_no_bit(loaded.model))
@@ -251,14 +250,6 @@ def _own_capture(config: EngineConfig, device: torch.device) -> Capture | None:
     if config.enforce_eager or loader.pick_attention(config.attention_backend, device) != "triton":
         return None
     return CudaCapture(device)
-
-
-def _model_len(config: EngineConfig, max_position: int) -> int:
-    if config.max_model_len is None:
-        return max_position
-    if config.max_model_len > max_position:
-        raise ParameterError("max_model_len", f"the model reaches {max_position}, got {config.max_model_len}")
-    return config.max_model_len
 
 
 def _logprobs(

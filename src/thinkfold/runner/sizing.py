@@ -31,18 +31,31 @@ def pool_pages(
     half of the free memory, at most 4 GiB; pages there cost memory only once they are written.
     Raises ParameterError if not even one request of two pages fits.
     """
-    useful = config.max_num_seqs * -(-max_model_len // config.page_size)
     if config.kv_cache_bytes is not None:
         pages = config.kv_cache_bytes // page_bytes
     elif device.type == "cuda":
         free = _device_bytes(config.gpu_memory_utilization, device, profile) - later_bytes
-        pages = min(useful, max(0, free) // page_bytes)
+        pages = fitting_pages(config, max_model_len, page_bytes, free)
     else:
         free = _free_host_bytes() * HOST_SHARE * config.gpu_memory_utilization
-        pages = min(useful, int(min(HOST_CAP, free)) // page_bytes)
+        pages = fitting_pages(config, max_model_len, page_bytes, int(min(HOST_CAP, free)))
     if pages < 2:
         raise ParameterError("kv_cache_bytes", f"{pages} pages of {page_bytes} bytes fit, at least 2 are needed")
     return pages
+
+
+def fitting_pages(config: EngineConfig, max_model_len: int, page_bytes: int, free: int) -> int:
+    """Pages in `free` bytes, but no more than `max_num_seqs` requests of full length can use."""
+    return min(config.max_num_seqs * -(-max_model_len // config.page_size), max(0, free) // page_bytes)
+
+
+def model_len(config: EngineConfig, max_position: int) -> int:
+    """The longest a request may be: as configured, else what the model reaches. Raises ParameterError beyond that."""
+    if config.max_model_len is None:
+        return max_position
+    if config.max_model_len > max_position:
+        raise ParameterError("max_model_len", f"the model reaches {max_position}, got {config.max_model_len}")
+    return config.max_model_len
 
 
 def host_pages(config: EngineConfig, page_bytes: int) -> int:
