@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -64,6 +66,24 @@ def test_what_a_call_does_not_think_is_free_again() -> None:
         call = sessions.open("t", SessionParams("s", 8000), 1)
         assert call.budget == 4000
         call.close()
+
+
+async def test_a_call_follows_an_engine_to_its_end_or_to_where_its_reader_leaves() -> None:
+    sessions, _ = store()
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        for tokens in (100, 300, 700):
+            yield spend(tokens)
+
+    for ends, spent in ((False, 700), (True, 800)):
+        call = sessions.open("t", SessionParams("s", 8000), 1)
+        async with aclosing(call.follow(outputs())) as followed:
+            async for _output in followed:
+                assert call.session.running == 1
+                if ends:
+                    break
+        state = sessions.show("t", "s")
+        assert (state.spent, call.session.running, call.session.reserved) == (spent, 0, 0)
 
 
 def test_calls_at_the_same_time_share_what_is_left() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +142,16 @@ class SessionCall:
     def note(self, prompt: int, output: RequestOutput) -> None:
         """News of one of its prompts; costs are cumulative."""
         self._thought[prompt] = output.costs.thinking_tokens
+
+    async def follow(self, outputs: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a call of one prompt as they come; the call is closed with them, however they end."""
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self.note(0, output)
+                    yield output
+        finally:
+            self.close()
 
     def view(self) -> dict[str, Any]:
         """Where the session stands, this call's thinking so far counted as spent."""
