@@ -189,7 +189,7 @@ async def test_a_beam_and_the_record_of_its_tree():
     assert engine.peak <= 2 + 2 * 4
 
 
-async def test_the_same_seed_walks_the_same_way_and_parts_draw_apart():
+async def test_case_34_the_same_seed_walks_the_same_way_and_parts_draw_apart():
     first, second = (Forest(near("31")) for _ in range(2))
     for engine in (first, second):
         await search(engine, params(depth=2))

@@ -11,6 +11,7 @@ from server_stand_in import ScriptedEngine, chat, events, serving
 
 from thinkfold.engine.samples import Question
 from thinkfold.errors import ParameterError
+from thinkfold.server.state import ServerOptions
 from thinkfold.server.tools import Tool, Toolbox
 from thinkfold.types import (
     BestOfParams,
@@ -197,6 +198,16 @@ async def test_the_answer_of_a_vote_is_kept_for_such_a_vote_only():
     assert len(engine.asked) == 2 and len(engine.calls) == 1
     assert again["usage"]["thinkfold"]["step_cache"]["hit"] and again["usage"]["completion_tokens"] == 0
     assert again["thinkfold"]["vote"] == first["thinkfold"]["vote"] and again["thinkfold"]["vote"]["answer"] == "7"
+
+
+async def test_a_servers_early_stopping_is_for_samples_and_not_for_the_steps_of_a_search():
+    engine, stops = Decider(), ControlParams("balanced")
+    async with serving(engine, ServerOptions(control=stops)) as client:
+        sampled = (await chat(client, best_of={"verifier": "judge"})).json()
+        searched = (await chat(client, search={})).json()
+    assert [question.control for question, _ in engine.asked] == [stops, None]
+    assert sampled["thinkfold"]["policy"]["control"]["preset"] == "balanced"
+    assert searched["thinkfold"]["policy"]["control"] is None
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,9 @@ async def test_a_tiers_rules_know_of_tools_and_of_models_that_cannot_be_stopped(
 async def test_a_tier_bounds_samples_and_has_its_prices() -> None:
     cheap = ServedTier(Tier("cheap", 9), max_samples=2, prices=Prices(gpu_second=0.0, prompt=1e6))
     async with guarded(Access(), None, ServerOptions(tiers=TierTable({"cheap": cheap}, "cheap"))) as client:
-        for more, field in (({"n": 3}, "n"), ({"vote": {"n": 3}}, "vote.n")):
+        best, search = {"best_of": {"n": 3, "verifier": "judge"}}, {"search": {"width": 1, "branch": 3}}
+        asked = (({"n": 3}, "n"), ({"vote": {"n": 3}}, "vote.n"), (best, "best_of.n"), (search, "search.width"))
+        for more, field in asked:
             refused = await client.post(ROUTES[0][0], json={**BODY, **more})
             assert refused.status_code == 400 and refused.json()["error"]["param"] == field
             assert "tier 'cheap' allows 2 samples" in refused.text

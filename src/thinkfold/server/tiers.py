@@ -44,7 +44,8 @@ class Slo:
 class ServedTier:
     """A tier, how its requests fold and stop unless they say otherwise, and what it promises.
 
-    `max_samples` bounds the choices or votes that one request may ask for a prompt; `prices` None are the server's.
+    `max_samples` bounds the choices, samples or branches that one request may ask for a prompt; `prices` None are
+    the server's.
     """
 
     tier: Tier
