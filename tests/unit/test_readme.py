@@ -100,7 +100,7 @@ def server() -> Iterator[str]:
 
 def test_there_is_something_to_test() -> None:
     assert len(SNIPPETS) == 2
-    assert {words[0] for words in ALL_COMMANDS} == {"make", "thinkfold", "curl"}
+    assert {words[0] for words in ALL_COMMANDS} == {"make", "thinkfold", "curl", "docker"}
 
 
 def test_make_targets_exist() -> None:
