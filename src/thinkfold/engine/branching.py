@@ -98,7 +98,8 @@ class Branching:
         branch.steering = running.controls[branch.index] = control
         if not paused:
             core.scheduler.resume(branch)
-        core.discard(running, branch, old - position)
+        core.discard(running, branch, min(old - position, running.own_tokens(branch.index, known)))
+        running.bring_less(branch.index, control)
         return at
 
     def extend(self, order: Extend) -> None:

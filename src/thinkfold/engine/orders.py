@@ -128,7 +128,7 @@ class Orders:
             if not order.keep_partial:
                 control = running.controls[branch.index]
                 control.discard()
-                own = control.num_output_tokens - running.before[branch.index][1]
+                own = running.own_tokens(branch.index, control)
                 self._core.discard(running, branch, own - branch.inflight)  # `end` counts that
                 running.notes.pop(branch.index, None)
             self._core.end(running, branch, FinishReason.ABORT)

@@ -56,6 +56,15 @@ class Running:
         """Whether nothing runs until somebody resumes it or what it waits for is told."""
         return all(branch.status in _IDLE for branch in self.branches)
 
+    def own_tokens(self, index: int, control: PartControl) -> int:
+        """Output tokens of a branch that it did not bring with it."""
+        return control.num_output_tokens - self.before[index][1]
+
+    def bring_less(self, index: int, control: PartControl) -> None:
+        """A branch went back to `control`, maybe to before its own start: what it writes from there on is its own."""
+        thinking, output = self.before[index]
+        self.before[index] = min(thinking, control.num_thinking_tokens), min(output, control.num_output_tokens)
+
     def forget_notes(self, index: int, sampled: int, control: PartControl) -> None:
         """A branch with `sampled` tokens was rolled back to `control`: statistics beyond it, told or not, are void."""
         logprobs, stats = self.notes.get(index, ([], []))

@@ -124,7 +124,8 @@ class FoldPlanner:
         """The span to fold now to win memory, by (it has been due, `worth`); never the last segment under an answer.
 
         An eager branch folds at its own positions and nowhere else, or its tokens would depend on who runs beside it.
-        `force` breaks that promise, and offers again what the gate has refused: a bad fold beats a lost request.
+        `force` breaks that promise, and offers again, once, what the gate has refused: a bad fold beats a lost
+        request. What finds no memory for its summary then would find none again.
         None if there is no such span that wins anything.
         """
         if self.policy.policy is FoldMode.OFF or (self._eager and not force):
@@ -134,7 +135,7 @@ class FoldPlanner:
         book = self._book
         if not force:
             return book.most_worth(position, book.num_closed(end), worth)
-        spans = (s for s in book.all() if s.end <= end and s.state is not SpanState.PREPARED)
+        spans = (s for s in book.all() if s.end <= end and s.state is not SpanState.PREPARED and not s.forced)
         ranked = [(s.due <= position, pages, s) for s in spans if (pages := worth(s)) > 0]
         return max(ranked, key=lambda entry: entry[:2], default=None)
 
@@ -226,8 +227,11 @@ class FoldPlanner:
         return self._answer_start + ANSWER_LAG if always and self._answer_start is not None else None
 
     def _end_of_leaving(self, position: int) -> int:
-        """Where thinking ends that an answer need not keep: before its last segment, and behind every window."""
-        return min(self._segment_start, position - self._window) if self._window else self._segment_start
+        """Where thinking ends that an answer need not keep: before its last segment, and behind every window.
+
+        What is computed again after a preemption, up to `position`, may be less than what is known.
+        """
+        return min(self._segment_start, position - self._window)
 
     def _num_timed(self) -> int:
         """Closed spans that wait for a position; they are the first ones."""

@@ -100,12 +100,16 @@ class PrefillAhead:
             count = min(CHUNK, budget, len(prefix.token_ids) - found) // self._kv.page_size * self._kv.page_size
             if claim is None or count == 0:
                 self._kv.free(table)
-                return None
+                if claim is None or not idle:
+                    return None
+                self.drop(prefix, "a step has fewer tokens than a page")
+                continue
             if not self._allocate(prefix, table, count):
                 self._kv.free(table)
-                if not self._kv.num_returning:
-                    self.drop(prefix, "no memory was free")
-                return None
+                if self._kv.num_returning:
+                    return None
+                self.drop(prefix, "no memory was free")
+                continue
             flight = self._flight = _Flight(step, prefix, claim(), table)
             row = BatchRow(flight.slot, list(prefix.token_ids[found : found + count]), False, found, found, table.pages)
             table.kv_len += count

@@ -56,8 +56,9 @@ class FoldDesk:
 
     @property
     def has_work(self) -> bool:
-        """Whether the step being planned folds something."""
-        return bool(self.work.prepares or self.work.commits or self.work.adopted)
+        """Whether the step being planned folds something, or a fold waits for what it does."""
+        work = self.work
+        return bool(work.prepares or work.commits or work.adopted or work.summaries)
 
     @property
     def pressing(self) -> bool:
@@ -193,8 +194,8 @@ class FoldDesk:
         """Commit or refuse a judged span; False if the memory for its summary is still to come."""
         error = span.error
         assert error is not None, "a span is judged before it is settled"
-        if any(slot == branch.slot for slot, _, _ in self.work.adopted):
-            return False  # its tables are set at the end of the step's work
+        if any(slot == branch.slot for slot, _, _ in (*self.work.adopted, *self.work.summaries)):
+            return False  # its tables are set after the step's commits
         fold_id = next(i for i, (_, _, known) in self._prepared.items() if known is span)
         growth, before, pages = None, self._held(), []
         shared, summary = False, branch.table.summary

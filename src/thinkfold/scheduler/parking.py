@@ -62,13 +62,14 @@ class Parking:
         """Forget a branch; its memory is the caller's."""
         self.branches.remove(branch)
 
-    def reclaim(self, *, forget: bool, tier: str | None = None, keep: Branch | None = None) -> bool:
+    def reclaim(self, *, forget: bool, tier: str | None = None, keep: Branch | None = None, head: bool = False) -> bool:
         """Win memory from the branch that was parked last; False if nothing is won.
 
         What a copy to the host frees is there when the step has finished. `forget`: where the host has
-        no room, drop its KV. `tier`: only from branches of that one, and not from `keep`.
+        no room, drop its KV. `tier`: only from branches of that one, and not from `keep`. `head`: from the first
+        in the queue, too, which is about to use its own.
         """
-        for branch in self._holders():
+        for branch in self._holders(head):
             if branch is keep or tier not in (None, branch.request.tier.name) or not self._kv.settled(branch.table):
                 continue
             if self._kv.host_pages and self._kv.swap_out(branch.table):
@@ -103,7 +104,11 @@ class Parking:
 
     def store_queries(self, branch: Branch) -> None:
         """The branch leaves its slot: the queries that judge its folds wait under its order."""
-        self._folds.work.queries_out.append((branch.slot, branch.order))
+        work, back = self._folds.work, (branch.order, branch.slot)
+        if back in work.queries_in:  # the step being planned was to bring them: they have never come
+            work.queries_in.remove(back)
+        else:
+            work.queries_out.append((branch.slot, branch.order))
         branch.stored = True
 
     def restore_queries(self, branch: Branch) -> None:
@@ -115,9 +120,10 @@ class Parking:
     def copy_queries(self, source: Branch, target: Branch) -> None:
         """`target`, which has no slot, gets the queries of `source` under its own order."""
         work = self._folds.work
-        if source.slot >= 0:
+        away = source.stored or (source.order, source.slot) in work.queries_in
+        if source.slot >= 0 and not away:
             work.queries_kept.append((source.slot, target.order))
-        elif source.stored:
+        elif away:
             work.queries_shared.append((source.order, target.order))
         target.stored = source.slot >= 0 or source.stored
 
@@ -127,7 +133,7 @@ class Parking:
             self._folds.work.queries_dropped.append(branch.order)
             branch.stored = False
 
-    def _holders(self) -> Iterator[Branch]:
-        """Who holds device pages without a slot; the head of the queue is about to use its own."""
+    def _holders(self, head: bool) -> Iterator[Branch]:
+        """Who holds device pages without a slot."""
         yield from (b for b in reversed(self.branches) if b.table.pages)
-        yield from (b for b in reversed(self._waiting) if b.table.pages and b is not self._waiting[0])
+        yield from (b for b in reversed(self._waiting) if b.table.pages and (head or b is not self._waiting[0]))

@@ -70,12 +70,21 @@ class PressureLadder:
     def make_room_within(self, branch: Branch, rivals: Sequence[Branch], planned: Mapping[int, int]) -> bool:
         """The same where the KV quota of the branch's tier is used up: its `rivals` in it give way, nobody else."""
         tier = branch.request.tier
+        if self.sides.drop(
+            "its memory was needed", tier.name
+        ):  # they count for nothing, but a page may be copied for one
+            self.taken["probe"] += 1
+            return True
         if self.parking.reclaim(forget=True, tier=tier.name, keep=branch):
             return True
         if self._folds.presses(rivals) or self.fold(rivals, planned):
             return False
         victim = rivals[-1]
         if victim is branch and len(rivals) == 1:
+            if self.parking.reclaim(forget=True, tier=tier.name, keep=branch, head=True):
+                return True
+            if self._kv.has_work:
+                return False  # what is parked may be on its way in or out
             if self._folds.press(rivals, planned, force=True):
                 self.taken["fold_forced"] += 1
             else:
@@ -94,6 +103,8 @@ class PressureLadder:
         """The only running branch finds no memory: its last ways out."""
         if not stuck:
             return False  # what is under way may bring some
+        if self.parking.reclaim(forget=True, head=True):
+            return True
         if self._folds.press([branch], planned, force=True):
             self.taken["fold_forced"] += 1
         else:

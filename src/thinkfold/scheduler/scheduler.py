@@ -277,6 +277,8 @@ class Scheduler:
         branch.num_computed_tokens = found
         self.folds.advance(branch, stuck=False)  # what it has thought before a preemption
         count = self._row_length(branch, budget)
+        if not self.running:  # what has been folded before may be more than the pool holds raw
+            count = max(1, min(count, kv.num_available * kv.page_size))
         if not (fits or not self.running) or not kv.allocate(branch.table, count, PageClass.PROMPT):
             branch.num_computed_tokens = 0
             kv.free(branch.table)
@@ -365,11 +367,12 @@ class Scheduler:
     def _fork(self, trunk: Branch, row: BatchRow, draw: bool) -> None:
         """The prompt is computed: children share its pages and, with `draw`, its logits.
 
-        Without `draw` (the trunk's row went past the prompt) a child computes the prompt's
-        last token again. Children without a free slot queue like any other branch.
+        Without `draw` (the trunk's row went past the prompt) a child computes the prompt's last token again, one
+        with injected tokens computes those. Children without a free slot queue like any other branch.
         """
-        shared = trunk.num_prompt_tokens if draw else trunk.num_prompt_tokens - 1
         for child in trunk.waiting_children()[: len(self._free_slots)]:
+            fresh = not child.output_ids
+            shared = trunk.num_prompt_tokens - (fresh and not draw)
             self.kv.fork(trunk.table, child.table, shared)
             child.num_computed_tokens = child.highest_computed = shared
             child.cached_tokens = shared
@@ -377,8 +380,8 @@ class Scheduler:
             self._run(child)
             if child.folding is not None:
                 self.folds.work.forks.append((trunk.slot, child.slot))
-            if draw:
-                self._in_plan[id(child)] = shared
+            self._in_plan[id(child)] = shared  # the trunk's row has yet to write what it holds
+            if draw and fresh:
                 self._draw(child, row)
         self._release_children(trunk)
 

@@ -29,12 +29,11 @@ class SideRows:
         side.status = BranchStatus.SIDE
         self.branches.append(side)
 
-    def drop(self, why: str) -> bool:
-        """Somebody needs what they hold: all of them end. False if there are none."""
-        sides, self.branches = self.branches, []
+    def drop(self, why: str, tier: str | None = None) -> bool:
+        """Somebody needs what they hold: all of them, or all of a tier, end. False if there are none."""
+        sides = [side for side in self.branches if tier in (None, side.request.tier.name)]
         for side in sides:
-            self._release(side)
-            self.dropped.append((side, why))
+            self.drop_one(side, why)
         return bool(sides)
 
     def drop_one(self, side: Branch, why: str) -> None:
