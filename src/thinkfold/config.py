@@ -54,7 +54,7 @@ class EngineConfig:
     `pin_ttl_s` is the seconds for which that is kept from being evicted; memory that others need it gives up.
     `pin_share` is the share of the KV pool that pinned prefixes of one tenant may hold.
     `pipeline_depth` 1 plans a step ahead of the device, 0 waits for each; None is 1 on a GPU.
-    `enforce_eager` makes no CUDA graphs; a CPU and the reference attention never do.
+    `enforce_eager` compiles nothing and makes no CUDA graphs; a CPU and the reference attention never do.
     `own_process` runs the core in a process of its own; None does so on a GPU.
     `seed` makes the random weights of load_format dummy repeatable.
     `default_thinking_budget` is the thinking limit of requests that name none; -1 is no limit.

@@ -69,10 +69,11 @@ def paged_attention(
     to `lse_sink[layer]`, -1 copies nothing; query_sink `[L, S, Hq, D]`, lse_sink `[L, S, Hq]` fp32 (both mutated).
 
     Summaries: summary_rows `[B]` int64 is the line of the two tables that a row reads, -1 for
-    none; summary_table `[L, N, Hkv, R]` int32 head blocks, block `(page * L + layer) * Hkv + head`
-    being any head's; summary_lens `[L, N, Hkv]` int32 entries in them, 0 for none. Both are
-    changed by in-place operations of torch alone. bias `[num_pages, L, Hkv, page_size]` fp32 is
-    added to the logits of summary entries (-inf hides one), `[0]` where there is no such plane.
+    none, and `[0]` where no row reads one; summary_table `[L, N, Hkv, R]` int32 head blocks, block
+    `(page * L + layer) * Hkv + head` being any head's; summary_lens `[L, N, Hkv]` int32 entries in
+    them, 0 for none. Both are changed by in-place operations of torch alone. bias
+    `[num_pages, L, Hkv, page_size]` fp32 is added to the logits of summary entries (-inf hides
+    one), `[0]` where there is no such plane.
 
     With a kv of float8_e4m3fn, kv_scales `[num_pages, L, Hkv, 2, page_size]` fp16 (mutated) holds
     one scale a token and head for K and V, else it is `[0]`; q, k, v keep the model's dtype.
@@ -195,7 +196,7 @@ def _check(
         )
     if slot_mapping.shape != (q.shape[0],):
         raise ValueError(f"slot_mapping must be [{q.shape[0]}], got {tuple(slot_mapping.shape)}")
-    if summary_rows.shape != (num_rows,) or summary_rows.dtype != torch.int64:
+    if summary_rows.shape not in ((num_rows,), (0,)) or summary_rows.dtype != torch.int64:
         raise ValueError(f"summary_rows must be int64 [{num_rows}], got {tuple(summary_rows.shape)}")
     blocks = summary_table.shape
     if len(blocks) != 4 or (blocks[0], blocks[2]) != (num_layers, num_heads) or summary_table.dtype != torch.int32:

@@ -46,7 +46,7 @@ def paged_attention(
     Summaries stand before entry 0, in a length that depends on them alone, so the same softmax
     joins both by log-sum-exp.
     """
-    lines: list[int] = summary_rows.tolist()
+    lines: list[int] = summary_rows.tolist() or [-1] * kv_lens.shape[0]
     pieces: dict[int, list[SummaryPiece | None]] = {}
     if sliding_window <= 0 and max(lines, default=-1) >= 0:
         summaries = summary_plan(kv, summary_table, summary_lens, q.dtype)

@@ -79,7 +79,7 @@ def paged_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not kv_lens.numel() or not q.numel():
         return out.zero_(), lse.fill_(-torch.inf)
-    shapes = _shapes(q, kv, page_table, summary_table, sliding_window)
+    shapes = _shapes(q, kv, page_table, summary_rows, summary_table, sliding_window)
     # Triton launches on the current device, which may be another one.
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         tiles = _store(k, v, kv, kv_scales, layer, slot_mapping, cu_seqlens_q, kv_lens, shapes)
@@ -89,7 +89,9 @@ def paged_attention(
     return out, lse
 
 
-def _shapes(q: Tensor, kv: Tensor, page_table: Tensor, summary_table: Tensor, window: int) -> Shapes:
+def _shapes(
+    q: Tensor, kv: Tensor, page_table: Tensor, summary_rows: Tensor, summary_table: Tensor, window: int
+) -> Shapes:
     """Row b's tiles begin at (its first token + b (tokens - 1)) // tokens, so that no tile holds two rows."""
     num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     num_tokens, num_rows = q.shape[0], page_table.shape[0]
@@ -99,7 +101,8 @@ def _shapes(q: Tensor, kv: Tensor, page_table: Tensor, summary_table: Tensor, wi
     tiles = (num_tokens + num_rows * (tokens - 1)) // tokens
     entries = page_table.shape[1] * page_size
     raw = _splits(tiles * num_heads, min(entries, window + tokens) if window > 0 else entries, MAX_SPLITS)
-    room = summary_table.shape[3] * page_size if window <= 0 and summary_table.shape[1] else 0
+    folded = window <= 0 and summary_rows.shape[0] and summary_table.shape[1]
+    room = summary_table.shape[3] * page_size if folded else 0
     summaries = _splits(tiles * num_heads, room, MAX_SUMMARY_SPLITS) if room else 0
     return Shapes(blocks, tokens, tiles, raw, raw + summaries)
 

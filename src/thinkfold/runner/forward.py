@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from thinkfold.runner.forward_batch import ForwardBatch, StepInputs
 from thinkfold.runner.memory import DeviceMemory
 
 
-def forward(model: PreTrainedModel, memory: DeviceMemory, inputs: StepInputs, *, folded: bool = True) -> Tensor:
+def forward(model: Callable[..., Any], memory: DeviceMemory, inputs: StepInputs, *, folded: bool = True) -> Tensor:
     """Logits `[S, V]` of the token rows that are sampled; keys, values and kept queries go to `memory`.
 
     All ids must be known: `late_rows` are not looked at. Without `folded` no row has a summary,
     and none is looked for.
     """
-    table, lens = memory.tables.table, memory.tables.lens
-    if not folded:
-        table, lens = table[:, :0, :, :0], lens[:, :0]
     query_sink, lse_sink = memory.queries.sinks(inputs.sink_rows.numel())
     batch = ForwardBatch(
         kv=memory.storage.tensor,
@@ -25,9 +24,9 @@ def forward(model: PreTrainedModel, memory: DeviceMemory, inputs: StepInputs, *,
         kv_lens=inputs.kv_lens,
         page_table=inputs.page_table,
         slot_mapping=inputs.slot_mapping,
-        summary_rows=inputs.summary_rows,
-        summary_table=table,
-        summary_lens=lens,
+        summary_rows=inputs.summary_rows if folded else inputs.summary_rows[:0],
+        summary_table=memory.tables.table,
+        summary_lens=memory.tables.lens,
         bias=memory.storage.bias,
         kv_scales=memory.storage.scales,
         query_sink_rows=inputs.sink_rows,

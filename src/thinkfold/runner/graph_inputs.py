@@ -20,6 +20,7 @@ from thinkfold.runner.sampler import FixedInputs, Sampler
 from thinkfold.scheduler.output import SampleRow, StepPlan
 
 MAX_TOKENS = 512  # steps of more are bound by arithmetic, not by launches
+LEAST = 2  # a compiler takes a size of 1 for a case of its own
 MIXED = (16, 32, 64, 128, 256, 512)
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
@@ -37,12 +38,12 @@ class Buckets:
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         most = min(MAX_TOKENS, max_num_batched_tokens)
-        sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, MAX_TOKENS + 1, 64)]
-        last = min(most, max_num_seqs)
+        sizes = [2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, MAX_TOKENS + 1, 64)]
+        last = max(LEAST, min(most, max_num_seqs))
         self.decode = [Bucket(n, n) for n in sizes if n < last] + [Bucket(last, last)]
-        tokens = [n for n in MIXED if n < most] + [most]
+        tokens = [n for n in MIXED if n < most] + [max(LEAST, most)]
         # One token a row at the most is a decode step; the same shape is captured once.
-        self.mixed = [b for n in tokens if (b := Bucket(n, min(n, max_num_seqs))) not in self.decode]
+        self.mixed = [b for n in tokens if (b := Bucket(n, min(n, last))) not in self.decode]
 
     @property
     def all(self) -> list[Bucket]:

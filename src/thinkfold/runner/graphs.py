@@ -88,14 +88,16 @@ class StepGraphs:
 
     A graph of the forward exists for each bucket twice: without summaries and kept queries, and
     with both; a graph of the draws for each number of rows and each kind of `Draws`. `captures`
-    and `replays` are counted. `last_token` `[max_num_seqs + 1]` is the runner's, with a place for
-    padding at its end. Call `memory.reserve` before, and `capture` when its pages have their number.
+    and `replays` are counted. `model` is `loaded.model`, or what it was compiled to. `last_token`
+    `[max_num_seqs + 1]` is the runner's, with a place for padding at its end. Call `memory.reserve`
+    before, and `capture` when its pages have their number.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         loaded: LoadedModel,
+        model: Callable[..., Any],
         memory: DeviceMemory,
         sampler: Sampler,
         last_token: Tensor,
@@ -105,7 +107,7 @@ class StepGraphs:
         slots, device = config.max_num_seqs, loaded.device
         self.buckets = Buckets(slots, config.max_num_batched_tokens)
         self.captures = self.replays = 0
-        self._model = loaded.model
+        self._model, self._model_type = model, loaded.model_type
         self._memory = memory
         self._sampler = sampler
         self._last_token = last_token
@@ -127,7 +129,7 @@ class StepGraphs:
         """The bucket that a step goes into; None if it is too large for all."""
         return self.buckets.find(plan.num_tokens, len(plan.rows), len(samples)) if plan.rows else None
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def capture(self) -> None:
         """Capture everything, once. Raises UnsupportedError for a model that cannot be captured."""
         jobs = [job for jobs in self._sorts() for job in jobs]
@@ -138,7 +140,7 @@ class StepGraphs:
         taken = self._capture.used_bytes() - before
         logger.info("%d CUDA graphs in %.1f s, %.0f MiB", len(jobs), time.monotonic() - started, taken / 2**20)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def estimate_bytes(self) -> int:
         """Memory that `capture` will take, by the two largest graphs of each sort, which are thrown away."""
         total, used = 0, self._capture.used_bytes()
@@ -154,7 +156,7 @@ class StepGraphs:
         self._capture.reset()
         return total
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, bucket: Bucket, plan: StepPlan, samples: list[SampleRow]) -> Tensor | None:
         """Run a step that `find` has a bucket for, and draw its samples.
 
@@ -209,9 +211,9 @@ class StepGraphs:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            kind = self._model.config.model_type
             raise UnsupportedError(
-                "enforce_eager", f"{kind} cannot be captured as a CUDA graph, start with --enforce-eager: {error}"
+                "enforce_eager",
+                f"{self._model_type} cannot be captured as a CUDA graph, start with --enforce-eager: {error}",
             ) from error
         self.captures += 1
 

@@ -5,9 +5,10 @@ It runs what a StepPlan says; it does not know requests, queues or who owns a pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from thinkfold.config import EngineConfig
 from thinkfold.runner import forward_batch, loader, sizing
+from thinkfold.runner.compiled import Backend, compile_model
 from thinkfold.runner.forward import forward
 from thinkfold.runner.graphs import Capture, CudaCapture, StepGraphs
 from thinkfold.runner.invariance import row_tile, threads_change_no_bit
@@ -52,7 +54,9 @@ class ModelRunner:
     steps may be in flight and are collected in order. `batch_invariant` pads a CPU's batches so
     that a token's logits have the same bits in every batch (fp32, dense models). `eos_token_ids`
     are all end tokens; None takes those of the model's configuration. `capture` makes CUDA graphs;
-    None takes the device's own, if the configuration and the attention allow it.
+    None takes the device's own, if the configuration and the attention allow it. With graphs the model is
+    compiled by `compiler`, a backend of
+    `torch.compile`; None takes torch's default on a GPU.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ModelRunner:
         eos_token_ids: Iterable[int] | None = None,
         batch_invariant: bool = True,
         capture: Capture | None = None,
+        compiler: Backend | None = None,
     ) -> None:
         self._config = config
         self._loaded = loaded = loaded or loader.load(config)
@@ -82,8 +87,9 @@ class ModelRunner:
         self.budgets = fold_budgets(loaded)
         self.kv_dtype, self.fp8_error = stored_dtype(config, loaded, self.budgets, self._token_tile)
         self._memory = DeviceMemory(config, loaded, self.budgets, self.max_model_len, self.kv_dtype, 2)
-        self.graphs = self._make_graphs(capture or _own_capture(config, self._device))
-        self._profile(1)
+        self._model: Callable[..., Any] = loaded.model
+        self.graphs = self._make_graphs(capture or _own_capture(config, self._device), compiler)
+        self._profile(2)
         self._take_pages()
         if self.graphs is not None:
             self.graphs.capture()
@@ -134,7 +140,7 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._device
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step: memory work, forward, sampling. Does not wait for a GPU."""
         news = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
@@ -189,7 +195,7 @@ class ModelRunner:
         )
         if inputs.late_rows.numel():
             inputs.input_ids[0, inputs.late_rows] = self._last_token[inputs.late_slots]
-        logits = forward(self._loaded.model, memory, inputs)
+        logits = forward(self._model, memory, inputs)
         return self._sample(logits[: len(samples)], samples, SamplerInputs(*extra), inputs.sample_slots)
 
     def _sample(
@@ -210,15 +216,19 @@ class ModelRunner:
         ready.record(torch.cuda.current_stream(self._device))  # the current device may be another one
         return home, ready
 
-    def _make_graphs(self, capture: Capture | None) -> StepGraphs | None:
+    def _make_graphs(self, capture: Capture | None, compiler: Backend | None) -> StepGraphs | None:
         """Everything that a captured step needs but the graphs, while memory has few pages."""
         if capture is None:
             return None
         memory = self._memory
         memory.reserve()
         memory.resize(2)
-        model, last = self._loaded, self._last_token
-        return StepGraphs(self._config, model, memory, self._sampler, last, self.max_model_len, capture)
+        config, loaded = self._config, self._loaded
+        compiler = compiler or ("inductor" if self._device.type == "cuda" else None)
+        if compiler is not None:
+            self._model = compile_model(loaded, memory, config.page_size, compiler)
+        length = self.max_model_len
+        return StepGraphs(config, loaded, self._model, memory, self._sampler, self._last_token, length, capture)
 
     def _take_pages(self) -> None:
         """Give memory as many pages as the configuration says or the device has room for."""
@@ -241,8 +251,8 @@ class ModelRunner:
         plan = StepPlan(0, rows)
         inputs, _ = forward_batch.build(plan, size, self._token_tile, self._device, [], [-1] * len(rows))
         keep = torch.zeros(min(num_tokens, self._config.max_num_seqs), dtype=torch.int64, device=self._device)
-        with torch.inference_mode():
-            forward(self._loaded.model, self._memory, inputs._replace(sample_rows=keep)).float().softmax(dim=-1)
+        with torch.no_grad():
+            forward(self._model, self._memory, inputs._replace(sample_rows=keep)).float().softmax(dim=-1)
 
 
 def _own_capture(config: EngineConfig, device: torch.device) -> Capture | None:

@@ -1,0 +1,138 @@
+"""The model as one compiled function, which runs every step whatever its shape.
+
+A step of the uncompiled model is many small operations around each product; compiled they are few.
+All sizes of a step are dynamic, those of none and one too, so nothing is compiled a second time;
+attention stays the one opaque op. It knows no graphs (see `runner.graphs`) and draws no tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental import _config as shapes
+
+from thinkfold.runner import forward_batch
+from thinkfold.runner.forward import forward
+from thinkfold.runner.forward_batch import ForwardBatch
+from thinkfold.runner.loader import LoadedModel
+from thinkfold.runner.memory import DeviceMemory
+from thinkfold.scheduler.output import BatchRow, StepPlan
+
+Backend = str | Callable[..., Any]
+
+logger = logging.getLogger(__name__)
+
+# The difference of the trial's logits that rounding explains, as a share of them; a wrong result is about 1.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+TOLERANCE = 0.1  # of half precision: fused operations round less often
+# Dimensions that differ from step to step, or between a trial's memory and the pool.
+DYNAMIC = ForwardBatch(
+    kv=(0,),
+    cu_seqlens_q=(0,),
+    kv_lens=(0,),
+    page_table=(0, 1),
+    slot_mapping=(0,),
+    summary_rows=(0,),
+    summary_table=(),
+    summary_lens=(),
+    bias=(0,),
+    kv_scales=(0,),
+    query_sink_rows=(0,),
+    query_sink=(1,),
+    lse_sink=(1,),
+)
+
+
+class CompiledModel:
+    """Called as `forward` calls a model. `backend` is one of `torch.compile`, by name or itself."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self._no_sink: tuple[Tensor, Tensor, Tensor] | None = None
+        self._call = torch.compile(model.forward, fullgraph=True, backend=backend)
+
+    def __call__(
+        self,
+        *,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor,
+        forward_batch: ForwardBatch,
+        **rest: Any,
+    ) -> Any:
+        # A view drags the sizes of its base along, and where it begins.
+        position_ids, logits_to_keep = position_ids.clone(), logits_to_keep.data
+        forward_batch = ForwardBatch(*(tensor.data for tensor in self._with_sinks(forward_batch)))
+        input_ids = input_ids.data
+        _mark(input_ids, (1,))
+        _mark(position_ids, (1,))
+        _mark(logits_to_keep, (0,))
+        for tensor, dims in zip(forward_batch, DYNAMIC, strict=True):
+            _mark(tensor, dims)
+        # Sizes 0 and 1 are no cases of their own, and sizes that are equal once need not be so again.
+        with shapes.patch(backed_size_oblivious=True, use_duck_shape=False):
+            return self._call(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                logits_to_keep=logits_to_keep,
+                forward_batch=forward_batch,
+                **rest,
+            )
+
+    def _with_sinks(self, batch: ForwardBatch) -> ForwardBatch:
+        """A batch that keeps no query gets a row that keeps none: the strides of nothing are a case of their own."""
+        if batch.query_sink_rows.numel():
+            return batch
+        if self._no_sink is None:
+            rows = torch.full_like(batch.slot_mapping[:1], -1)
+            queries, lse = (sink.new_empty((sink.shape[0], 1, *sink.shape[2:])) for sink in batch[-2:])
+            self._no_sink = (rows, queries, lse)
+        return ForwardBatch(*batch[:-3], *self._no_sink)
+
+
+def compile_model(loaded: LoadedModel, memory: DeviceMemory, page_size: int, backend: Backend) -> Any:
+    """`loaded.model` compiled, or itself where a trial fails or its logits differ; a warning says so then.
+
+    The trial writes into the first two pages of `memory`, which must have all that folds may need.
+    """
+    started = time.monotonic()
+    compiled = CompiledModel(loaded.model, backend)
+    try:
+        difference = _trial(loaded, compiled, memory, page_size)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logger.warning("%s runs uncompiled: %s", loaded.model_type, shorten(str(error), 200))
+        return loaded.model
+    if not difference <= TOLERANCES.get(loaded.dtype, TOLERANCE):
+        logger.warning("%s runs uncompiled: compiled logits differ by %.1e of them", loaded.model_type, difference)
+        return loaded.model
+    logger.info("compiled in %.1f s, logits within %.1e", time.monotonic() - started, difference)
+    return compiled
+
+
+@torch.no_grad()
+def _trial(loaded: LoadedModel, compiled: CompiledModel, memory: DeviceMemory, page_size: int) -> float:
+    """How far the compiled model's logits are from the model's own, as a share of these."""
+    draw = random.Random(0)
+    rows = [
+        BatchRow(slot, [draw.randrange(loaded.vocab_size) for _ in range(page_size)], False, 0, 0, [slot])
+        for slot in (0, 1)
+    ]
+    inputs, _ = forward_batch.build(StepPlan(0, rows), page_size, 1, loaded.device, [], [-1] * len(rows))
+    every = torch.arange(2 * page_size, device=loaded.device)
+    some = every[::3].clone()
+    inputs = inputs._replace(sample_rows=every, sink_rows=some, sink_lines=some)
+    own, other = (forward(model, memory, inputs).double() for model in (loaded.model, compiled))
+    return ((other - own).norm() / own.norm()).item()
+
+
+def _mark(tensor: Tensor, dims: tuple[int, ...]) -> None:
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
