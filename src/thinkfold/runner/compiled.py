@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,20 +34,20 @@ logger = logging.getLogger(__name__)
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE = 0.1  # of half precision: fused operations round less often
 # Dimensions that differ from step to step, or between a trial's memory and the pool.
-DYNAMIC = ForwardBatch(
-    kv=(0,),
-    cu_seqlens_q=(0,),
-    kv_lens=(0,),
-    page_table=(0, 1),
-    slot_mapping=(0,),
-    summary_rows=(0,),
-    summary_table=(),
-    summary_lens=(),
-    bias=(0,),
-    kv_scales=(0,),
-    query_sink_rows=(0,),
-    query_sink=(1,),
-    lse_sink=(1,),
+DYNAMIC: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "kv": (0,),
+        "cu_seqlens_q": (0,),
+        "kv_lens": (0,),
+        "page_table": (0, 1),
+        "slot_mapping": (0,),
+        "summary_rows": (0,),
+        "bias": (0,),
+        "kv_scales": (0,),
+        "query_sink_rows": (0,),
+        "query_sink": (1,),
+        "lse_sink": (1,),
+    }
 )
 
 
@@ -73,10 +74,10 @@ class CompiledModel:
         _mark(input_ids, (1,))
         _mark(position_ids, (1,))
         _mark(logits_to_keep, (0,))
-        for tensor, dims in zip(forward_batch, DYNAMIC, strict=True):
-            _mark(tensor, dims)
+        for name, dims in DYNAMIC.items():
+            _mark(getattr(forward_batch, name), dims)
         # Sizes 0 and 1 are no cases of their own, and sizes that are equal once need not be so again.
-        with shapes.patch(backed_size_oblivious=True, use_duck_shape=False):
+        with shapes.patch(backed_size_oblivious=True, use_duck_shape=False):  # type: ignore[reportAttributeAccessIssue]
             return self._call(
                 input_ids=input_ids,
                 position_ids=position_ids,
