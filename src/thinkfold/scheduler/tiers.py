@@ -87,8 +87,9 @@ class TierShares:
 
     def bound(self, branch: Branch, count: int) -> int:
         """How many of the branch's next `count` tokens its tier's quota has room for; those of its last page count."""
-        room = self._room(branch)
-        if room is None or self._kv.pages_needed(branch.table, count) <= room:
+        needed = self._kv.pages_needed(branch.table, count)
+        room = self._room(branch) if needed else None  # what a tier holds is a sum over all its branches
+        if room is None or needed <= room:
             return count
         free = len(branch.table.pages) * self._kv.page_size - branch.table.kv_len
         return max(0, min(count, free + room * self._kv.page_size))

@@ -115,7 +115,8 @@ class CompletionOutput:
         if later.discarded:
             self._clear(0)
         elif later.restart is not None:
-            self._clear(later.restart)
+            begin = self.num_output_tokens - self.num_injected_tokens - len(self.stats)  # sampled tokens told before
+            self._clear(max(0, later.restart - begin))
         self.reasoning += later.reasoning
         self.text += later.text
         self.token_ids += later.token_ids
@@ -132,7 +133,7 @@ class CompletionOutput:
         self.stop_reason = later.stop_reason
         self.thinking_end_reason = later.thinking_end_reason
         self.discarded = later.discarded
-        self.restart = later.restart if self.restart is None else self.restart
+        self.restart = min((r for r in (self.restart, later.restart) if r is not None), default=None)
         self.handle = later.handle
 
     def _clear(self, keep: int) -> None:
