@@ -14,8 +14,8 @@ from thinkfold.engine.messages import Abort
 
 class Idle:
     has_work = has_news = urgent = idle = has_requests = False
-    orders, handles = types.SimpleNamespace(take=list), types.SimpleNamespace(expire=list)
-    prefixes = types.SimpleNamespace(expire=list, answered=[])
+    orders, handles = types.SimpleNamespace(take=list), types.SimpleNamespace(expire=bool)
+    prefixes = types.SimpleNamespace(expire=bool, answered=[])
 
     def check_integrity(self):
         pass

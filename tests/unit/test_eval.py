@@ -24,6 +24,7 @@ from thinkfold.types import (
     FoldParams,
     RequestOutput,
     SamplingParams,
+    Service,
     ThinkingParams,
     ThinkingPolicy,
 )
@@ -57,8 +58,9 @@ class FakeEngine:
         thinking: ThinkingParams,
         fold: FoldParams | None = None,
         control: ControlParams | None = None,
+        service: Service | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        assert control is None
+        assert control is None and service is None
         self.seeds[prompt] = sampling.seed
         self.running += 1
         self.most = max(self.most, self.running)
