@@ -26,6 +26,15 @@ class Served:
 
     url: str
     engine: AsyncEngine
+    loop: asyncio.AbstractEventLoop
+
+    def tasks(self) -> int:
+        """Tasks of the server's loop."""
+
+        async def count() -> int:
+            return len(asyncio.all_tasks()) - 1
+
+        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -39,7 +48,9 @@ def run_server(config: EngineConfig) -> Iterator[Served]:
     app = build_app(start=lambda: AsyncEngine.start(config))
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # the main thread has loops of its own
+    thread = threading.Thread(target=lambda: runner.run(server.serve(sockets=[sock])), daemon=True)
+    loop = runner.get_loop()
     thread.start()
     slot = app.state.thinkfold.slot
     waiter = threading.Event()
@@ -49,10 +60,11 @@ def run_server(config: EngineConfig) -> Iterator[Served]:
         waiter.wait(0.05)
     assert slot.engine is not None, slot.failure
     try:
-        yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", slot.engine)
+        yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", slot.engine, loop)
     finally:
         server.should_exit = True
         thread.join(30)
+        runner.close()
         sock.close()
 
 

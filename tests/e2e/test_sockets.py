@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 from urllib.parse import urlparse
 
@@ -48,13 +49,15 @@ def busy(served: Served, requests: int) -> Callable[[], bool]:
     return lambda: served.stats().running + served.stats().waiting >= requests
 
 
-def open_request(served: Served, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
-    """A socket on which the request was written and nothing read."""
+def open_request(
+    served: Served, body: dict[str, Any], path: str = "/v1/chat/completions", *, cut: bool = False
+) -> socket.socket:
+    """A socket on which the request was written, or its first half if `cut`, and nothing read."""
     where = urlparse(served.url)
     raw = json.dumps(body).encode()
     sock = socket.create_connection((where.hostname, where.port), timeout=30)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
-    sock.sendall(head.encode() + raw)
+    sock.sendall(head.encode() + (raw[: len(raw) // 2] if cut else raw))
     return sock
 
 
@@ -156,6 +159,25 @@ def test_case_45_64_clients_dropped_at_once(served: Served) -> None:
     assert eventually(lambda: idle(served)), served.stats()
     with served.client() as client:
         assert client.chat.completions.create(model="pebble", messages=LONG["messages"], max_tokens=2).choices
+
+
+def test_case_45_200_clients_dropped_at_random_moments(served: Served) -> None:
+    """Amid the request, unread, after a few bytes, behind others: no page and no task of the server is left."""
+    assert eventually(lambda: idle(served))
+    tasks, random, held = served.tasks(), Random(0), list[socket.socket]()
+    for i in range(200):
+        body = {**LONG, "stream": random.random() < 0.7, "n": random.choice((1, 1, 2))}
+        held.append(open_request(served, body, cut=random.random() < 0.1))
+        if random.random() < 0.3:
+            eventually(busy(served, random.randrange(4)))
+        if body["stream"] and random.random() < 0.3:
+            held[-1].settimeout(0.05)
+            with suppress(TimeoutError):
+                held[-1].recv(random.randrange(1, 4000))
+        while len(held) > random.randrange(40) or (i == 199 and held):
+            reset(held.pop(random.randrange(len(held))))
+    assert eventually(lambda: idle(served)), served.stats()
+    assert eventually(lambda: served.tasks() <= tasks), (served.tasks(), tasks)
 
 
 def test_case_45_closing_the_openai_stream(served: Served) -> None:
