@@ -169,10 +169,12 @@ def test_case_45_a_client_that_leaves_frees_everything(
     more: dict[str, Any], event: str | None, client: httpx.Client, served: Served
 ) -> None:
     body = {"messages": COUNTDOWN, "stream": True, "max_tokens": 1500, "thinkfold": {"events": True}, **more}
-    with client.stream("POST", "/v1/chat/completions", json=body) as stream:
-        lines = stream.iter_lines()
-        if event is not None:
-            next(line for line in lines if line == f"event: thinkfold.{event}")
+    if event is None:  # nothing is told before the verifier has answered
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(30, read=2))
+    else:
+        with client.stream("POST", "/v1/chat/completions", json=body) as stream:
+            next(line for line in stream.iter_lines() if line == f"event: thinkfold.{event}")
     gone = threading.Event()
 
     def empty() -> bool:
