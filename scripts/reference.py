@@ -22,7 +22,7 @@ from thinkfold.config import EngineConfig
 from thinkfold.engine.messages import EngineStats
 from thinkfold.fold import selectors
 from thinkfold.kv.pages import PageClass
-from thinkfold.server import app
+from thinkfold.server import app, drift
 from thinkfold.server.contract import EngineSlot
 from thinkfold.server.errors import KINDS
 from thinkfold.server.folds import ThinkfoldFields
@@ -184,6 +184,7 @@ def metrics() -> str:
         "reason": ThinkingEndReason,
         "finish_reason": FinishReason,
         "class": PageClass,
+        "kind": drift.KINDS,
     }
     rows = [(f"`{label}`", code(values)) for label, values in labels.items()]
     return f"""# Metrics

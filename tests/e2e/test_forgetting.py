@@ -26,7 +26,7 @@ KEYS = KeyTable(
 )
 PROMPT = "3 * 4, " * 40
 SYSTEM = [{"role": "system", "content": PROMPT}]
-LEFT = {"responses": 1, "sessions": 1, "step_answers": 1, "handles": 1}
+LEFT = {"responses": 1, "sessions": 1, "step_answers": 1, "conversations": 2, "handles": 1}
 
 
 @pytest.fixture

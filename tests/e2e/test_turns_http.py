@@ -81,6 +81,25 @@ def test_case_35_the_next_turn_of_a_real_chat_is_found_whole(pebble: Served, cli
     assert client.get("/v1/thinkfold/prefixes").json()["data"][0]["ahead"]
 
 
+def test_a_changed_system_prompt_is_told_with_what_it_cost(client: httpx.Client) -> None:
+    body = {"model": "pebble", "temperature": 0, "max_tokens": 400, "cache_salt": "drift"}
+
+    def reply(system: str, *chat: str) -> tuple[dict[str, int], dict[str, object]]:
+        said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(chat)]
+        chatted = {**body, "messages": [{"role": "system", "content": system}, *said]}
+        answer = client.post("/v1/chat/completions", json=chatted).json()
+        return answer["usage"]["thinkfold"]["tokens"], answer["thinkfold"]
+
+    asked = SYSTEM["content"]
+    first, _ = reply(asked, "What is 2 + 3?")
+    kept, told = reply(asked, "What is 2 + 3?", "5", "And 4 + 4?")
+    assert kept["cached"] > first["prompt"] - 2 * PAGE and "drift" not in told
+    lost, told = reply(asked.replace("asked", "told", 2), "What is 2 + 3?", "5", "And 4 + 4?", "8", "And 1 + 1?")
+    tokens = kept["prompt"] - lost["cached"]
+    assert tokens > 64
+    assert told["drift"] == {"kind": "system", "message": 0, "role": "system", "character": 0, "tokens_lost": tokens}
+
+
 def test_half_an_answer_is_not_computed_ahead(pebble: Served, client: httpx.Client) -> None:
     before = pebble.stats().ahead_tokens
     body = {"model": "pebble", "messages": SHOWN[:1], "temperature": 0}

@@ -27,6 +27,7 @@ from thinkfold.server.access.gate import Access, Gate
 from thinkfold.server.agents import routes as agent_routes
 from thinkfold.server.agents.step_cache import StepCache
 from thinkfold.server.contract import Engine, EngineSlot
+from thinkfold.server.drift import Conversations
 from thinkfold.server.messages import routes as messages
 from thinkfold.server.messages.errors import error_body as messages_error
 from thinkfold.server.metrics import ServerMetrics
@@ -72,7 +73,9 @@ def build_app(
         SessionStore(options.max_sessions, options.session_ttl_s),
         StepCache(options.step_cache_answers, options.step_cache_ttl_s),
     )
-    app.state.thinkfold = ServerState(slot, ServerMetrics(slot), options, responses, access, *agents)
+    counts = ServerMetrics(slot)
+    conversations = Conversations(lambda kind: counts.drift.labels(kind).inc())
+    app.state.thinkfold = ServerState(slot, counts, options, responses, access, *agents, conversations)
     apis = (chat, completions, messages, response_routes, control, partial, prefixes, agent_routes, tenants, models)
     for module in (*apis, health, metrics, engine_view, admin):
         app.include_router(module.router)

@@ -15,6 +15,7 @@ from thinkfold.engine.samples import Question
 from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
 from thinkfold.server.access.quotas import Lease
 from thinkfold.server.contract import Engine, deciding
+from thinkfold.server.drift import Conversations, Owner, look_back
 from thinkfold.server.errors import ClientGoneError, renamed
 from thinkfold.server.feed import Feed
 from thinkfold.server.folds import EVENT, SEGMENT_EVENT, ThinkfoldFields, fold_data, log_fold, segment_data
@@ -123,7 +124,8 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
     except ThinkfoldError:
         serving.close()
         raise
-    feed = Feed(request, [_generate(engine, job, i, namespace, (lease, serving)) for i in range(len(job.prompts))])
+    accounts = (lease, serving, state.conversations)
+    feed = Feed(request, [_generate(engine, job, i, namespace, accounts) for i in range(len(job.prompts))])
     handed_over = False
 
     async def close() -> None:
@@ -145,10 +147,10 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
 
 
 async def _generate(
-    engine: Engine, job: Job, index: int, namespace: tuple[str, ...], accounts: tuple[Lease, Serving]
+    engine: Engine, job: Job, index: int, namespace: tuple[str, ...], accounts: tuple[Lease, Serving, Conversations]
 ) -> AsyncGenerator[RequestOutput, None]:
     request_id = job.response_id if len(job.prompts) == 1 else f"{job.response_id}-{index}"
-    lease, serving = accounts
+    lease, serving, conversations = accounts
     if serving.answer is not None:
         outputs = serving.kept(request_id)
     else:
@@ -165,6 +167,10 @@ async def _generate(
                     if output.finished:
                         compute_ahead(engine, turn, request_id, namespace, serving.tenant)
                 serving.note(index, output)
+                if output.finished and job.turn is not None and serving.answer is None:
+                    owner = Owner(serving.tenant, job.namespace, "" if serving.call is None else serving.call.name)
+                    tokens = len(job.prompts[index])
+                    serving.drift = await look_back(conversations, owner, engine, job.turn, tokens, output)
                 if serving.cache is not None:
                     texts += [news.text for news in output.outputs]
                     if output.finished:

@@ -77,6 +77,8 @@ class ServerMetrics:
         self.errors = self._counter("errors", "Error replies by status", "status")
         self.slo_requests = self._counter("slo_requests", "Requests of tiers with promises", "tier", "slo")
         self.slo_misses = self._counter("slo_misses", "Promises not kept, by promise", "tier", "promise")
+        drift = "Later turns whose earlier text had changed, by what changed first"
+        self.drift = self._counter("prefix_drift", drift, "kind")
         self.limited = self._counter("rate_limited", "Requests beyond a limit of their key, by limit", "limit")
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:

@@ -61,6 +61,7 @@ class Serving:
     cache: StepCache | None = None
     key: tuple[str, str] = ("", "")
     answer: Answer | None = None  # kept for this step
+    drift: dict[str, Any] | None = None  # what of the conversation's earlier text had changed
 
     def note(self, prompt: int, output: RequestOutput) -> None:
         """News of one of the request's prompts."""
@@ -97,8 +98,9 @@ class Serving:
         )
 
     def shown(self) -> dict[str, Any]:
-        """What the reply's own object says of the session."""
-        return {} if self.call is None else {"session": self.call.view()}
+        """What the reply's own object says of the session and of the conversation's earlier turns."""
+        drift = {} if self.drift is None else {"drift": self.drift}
+        return drift if self.call is None else {"session": self.call.view(), **drift}
 
     def policy(self) -> dict[str, Any]:
         """What the reply's policy says of early stopping: the effective wish, null where nothing was asked for."""

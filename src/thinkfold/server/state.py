@@ -10,6 +10,7 @@ from thinkfold.engine.sessions import SessionStore
 from thinkfold.server.access.gate import Access
 from thinkfold.server.agents.step_cache import StepCache
 from thinkfold.server.contract import EngineSlot
+from thinkfold.server.drift import Conversations
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.metrics import ServerMetrics
 from thinkfold.server.responses.store import ResponseStore
@@ -53,6 +54,7 @@ class ServerState:
     access: Access
     sessions: SessionStore
     step_cache: StepCache
+    conversations: Conversations
 
 
 def state_of(request: Request) -> ServerState:

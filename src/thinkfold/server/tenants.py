@@ -39,6 +39,7 @@ async def forget(state: ServerState, tenant: str) -> dict[str, Any]:
         "responses": state.responses.delete_tenant(tenant),
         "sessions": state.sessions.delete_tenant(tenant),
         "step_answers": state.step_cache.delete_tenant(tenant),
+        "conversations": state.conversations.delete_tenant(tenant),
         **await engine.forget(tenant, owned_by(tenant, ())),
     }
     return {"id": tenant, "object": "thinkfold.tenant", "deleted": gone}

@@ -172,6 +172,11 @@ class PromptRenderer:
         pairs = enumerate(zip(first, second, strict=False))
         return first[: next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))]
 
+    def settled(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Checked messages as they are written once others follow them. Raises ParameterError."""
+        parsed = parse_messages(messages, self._markers)
+        return normalize([*parsed, Message("user", "")])[:-1] if self._normalize else parsed
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; of a character in several tokens, its part of it."""
         return self._vocabulary.token_bytes(token_id)
