@@ -30,6 +30,7 @@ import psutil
 import uvicorn
 
 from thinkfold.cli import rows
+from thinkfold.cli.serve import freeze_loaded
 from thinkfold.config import EngineConfig
 from thinkfold.engine.language import load_language
 from thinkfold.engine.messages import EngineStats, ModelInfo
@@ -158,6 +159,7 @@ async def serve(rate: float, pause_s: float, *, bare: bool) -> None:
     port = sock.getsockname()[1]
     if bare:
         engine = ScriptedEngine(rate, pause_s)
+        freeze_loaded()
         server = await asyncio.start_server(partial(_write_only, engine), sock=sock)
         print(port, flush=True)
         await server.serve_forever()
@@ -171,6 +173,7 @@ async def serve(rate: float, pause_s: float, *, bare: bool) -> None:
     while not http.started:
         await asyncio.sleep(0.01)
     await app.state.thinkfold.slot.loaded()
+    freeze_loaded()
     print(port, flush=True)
     await task
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import io
 import json
 import math
@@ -14,6 +16,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from server_stand_in import EOS, ScriptedEngine
@@ -265,3 +269,20 @@ async def test_ask_tells_the_template_its_depth_and_what_had_to_give_way() -> No
         ask._Printer(out).show(piece)
     assert "Reasoning: low" in engine.calls[0].prompt
     assert "[max_tokens: 500 instead of 9999, lowered by model_length]" in out.getvalue()
+
+
+def test_a_loaded_server_leaves_its_modules_out_of_collections() -> None:
+    engine = SimpleNamespace(
+        config=SimpleNamespace(served_model_name="x"), health=lambda: SimpleNamespace(alive=False, reason="gone")
+    )
+
+    async def loaded() -> Any:
+        return engine
+
+    gc.unfreeze()
+    try:
+        told = serve._watch(SimpleNamespace(loaded=loaded), SimpleNamespace(started=True, should_exit=False), "url")
+        assert asyncio.run(told) == serve.ENGINE_DIED
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

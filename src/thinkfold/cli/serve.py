@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -180,6 +181,7 @@ async def _watch(slot: EngineSlot, server: uvicorn.Server, url: str) -> int:
         while not server.started:
             await asyncio.sleep(0.01)
         engine = await slot.loaded()
+        freeze_loaded()
         print(f"thinkfold serves {engine.config.served_model_name or engine.model.name} at {url}", flush=True)
         while engine.health().alive:
             await asyncio.sleep(_WATCH_S)
@@ -198,6 +200,12 @@ async def _end_requests(slot: EngineSlot, server: uvicorn.Server, access: Access
     access.draining = True
     await asyncio.sleep(drain_s)
     await slot.close()
+
+
+def freeze_loaded() -> None:
+    """Take what is loaded out of the collector's sight: one full collection of it stops all streams for .3 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def _url(sock: socket.socket) -> str:
