@@ -97,7 +97,7 @@ class CompiledModel:
         return ForwardBatch(*batch[:-3], *self._no_sink)
 
 
-def compile_model(loaded: LoadedModel, memory: DeviceMemory, page_size: int, backend: Backend) -> Any:
+def compile_model(loaded: LoadedModel, memory: DeviceMemory, page_size: int, backend: Backend) -> Callable[..., Any]:
     """`loaded.model` compiled, or itself where a trial fails or its logits differ; a warning says so then.
 
     The trial writes into the first two pages of `memory`, which must have all that folds may need.

@@ -120,10 +120,9 @@ class StepGraphs:
         self._addresses: tuple[int, ...] = ()
         most = max(bucket.rows for bucket in self.buckets.all)
         words = max(map(num_words, self.buckets.all))
-        with torch.inference_mode(False):  # written in place later, also outside inference mode
-            self._buffer = torch.zeros(words, dtype=torch.int64, device=device)
-            self._raw = torch.zeros(most, loaded.vocab_size, dtype=torch.float32, device=device)
-            self._out = torch.zeros(most * OUT, dtype=torch.float64, device=device)
+        self._buffer = torch.zeros(words, dtype=torch.int64, device=device)
+        self._raw = torch.zeros(most, loaded.vocab_size, dtype=torch.float32, device=device)
+        self._out = torch.zeros(most * OUT, dtype=torch.float64, device=device)
 
     def find(self, plan: StepPlan, samples: list[SampleRow]) -> Bucket | None:
         """The bucket that a step goes into; None if it is too large for all."""

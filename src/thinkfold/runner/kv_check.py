@@ -57,7 +57,7 @@ def stored_dtype(
     return FP8, error
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def fp8_errors(config: EngineConfig, loaded: LoadedModel, budgets: FoldBudgets, token_tile: int) -> Tensor:
     """Relative error of the attention output `[L]`, the largest over the texts; 1 where fp8 cannot hold a row."""
     size, texts = config.page_size, list(_token_ids(loaded))

@@ -54,9 +54,8 @@ class ModelRunner:
     steps may be in flight and are collected in order. `batch_invariant` pads a CPU's batches so
     that a token's logits have the same bits in every batch (fp32, dense models). `eos_token_ids`
     are all end tokens; None takes those of the model's configuration. `capture` makes CUDA graphs;
-    None takes the device's own, if the configuration and the attention allow it. With graphs the model is
-    compiled by `compiler`, a backend of
-    `torch.compile`; None takes torch's default on a GPU.
+    None takes the device's own, if the configuration and the attention allow it. With graphs the
+    model is compiled by `compiler`, a backend of `torch.compile`; None takes torch's default on a GPU.
     """
 
     def __init__(

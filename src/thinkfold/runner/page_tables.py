@@ -23,8 +23,7 @@ class PageTables:
     """
 
     def __init__(self, num_slots: int, max_pages: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # written in place later, also outside inference mode
-            self.table: Tensor = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
+        self.table: Tensor = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
         self._known: list[tuple[list[int], int]] = [([], 0)] * num_slots
 
     def update(self, rows: Sequence[BatchRow]) -> int:

@@ -164,9 +164,8 @@ class QueryStore:
 
     def _tensors(self) -> tuple[Tensor, Tensor]:
         if self._queries is None or self._lse is None:
-            with torch.inference_mode(False):  # written in place later, also outside inference mode
-                self._queries = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-                self._lse = torch.zeros(self._shape[:-1], dtype=torch.float32, device=self._device)
+            self._queries = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+            self._lse = torch.zeros(self._shape[:-1], dtype=torch.float32, device=self._device)
         return self._queries, self._lse
 
     def check_integrity(self) -> None:

@@ -158,14 +158,13 @@ class KVStorage:
 
     def _plane(self, shape: tuple[int, ...] | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A plane on the device and its twin on the host; two empty ones without a shape."""
-        with torch.inference_mode(False):  # written in place later, also outside inference mode
-            if shape is None:
-                return torch.zeros(0, dtype=dtype, device=self._device), torch.zeros(0, dtype=dtype)
-            mine, host = (self._num_pages, *shape), (self._host_pages, *shape)
-            if self._device.type == "cpu":
-                return _host_tensor(mine, dtype), _host_tensor(host, dtype)
-            pinned = torch.zeros(host, dtype=dtype, pin_memory=self._host_pages > 0)
-            return torch.zeros(mine, dtype=dtype, device=self._device), pinned
+        if shape is None:
+            return torch.zeros(0, dtype=dtype, device=self._device), torch.zeros(0, dtype=dtype)
+        mine, host = (self._num_pages, *shape), (self._host_pages, *shape)
+        if self._device.type == "cpu":
+            return _host_tensor(mine, dtype), _host_tensor(host, dtype)
+        pinned = torch.zeros(host, dtype=dtype, pin_memory=self._host_pages > 0)
+        return torch.zeros(mine, dtype=dtype, device=self._device), pinned
 
     def _pairs(self, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
         """All planes with their twins, seen as `[-1, …]` in units of which a page has `parts`."""

@@ -127,5 +127,4 @@ class SummaryTables:
         self.table = table
 
     def _zeros(self, *shape: int) -> Tensor:
-        with torch.inference_mode(False):  # changes in place must count: readers compare versions
-            return torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
