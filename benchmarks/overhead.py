@@ -32,6 +32,7 @@ import uvicorn
 from thinkfold.cli import rows
 from thinkfold.cli.serve import freeze_loaded
 from thinkfold.config import EngineConfig
+from thinkfold.engine.async_engine import Health
 from thinkfold.engine.language import load_language
 from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.engine.stream import OutputStream
@@ -63,15 +64,6 @@ _CHUNK = (
     b'"model":"scripted","choices":[{"index":0,"delta":{"reasoning":"%(text)b","reasoning_content":"%(text)b"},'
     b'"logprobs":null,"finish_reason":null}]}\n\n'
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """The scripted engine's health."""
-
-    alive: bool = True
-    ready: bool = True
-    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -134,8 +126,8 @@ class ScriptedEngine:
         finally:
             del self._running[thinker.name]
 
-    def health(self) -> Alive:
-        return Alive()
+    def health(self) -> Health:
+        return Health(alive=True, ready=True)
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self._running), pages_total=self.model.num_pages)

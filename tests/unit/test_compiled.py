@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,32 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from captured_steps import Repeats, prompt, row
 from fold_branch import Branch, Places, feed, fold
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_qwen3 import tiny_qwen3
 
 from thinkfold.config import EngineConfig
 from thinkfold.runner import loader
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.model_runner import ModelRunner
-from thinkfold.scheduler.output import BatchRow, MemoryWork, SampleRow, StepPlan, StepResult
-from thinkfold.types import SamplingParams
+from thinkfold.scheduler.output import BatchRow, MemoryWork, StepPlan, StepResult
 
-PAGE, VOCAB = 8, 97
-GREEDY = SamplingParams(temperature=0.0)
-
-
-class Repeats:
-    """Runs a body again where a GPU would replay it."""
-
-    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        body()
-        return body
-
-    def used_bytes(self) -> int:
-        return 0
-
-    def reset(self) -> None:
-        return
+PAGE = 8
 
 
 class Counts:
@@ -66,21 +50,7 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    hf_config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=2,
-    )
-    AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+    tiny_qwen3(eos_token_id=2).save_pretrained(folder)
     return folder
 
 
@@ -95,15 +65,6 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
 def build(folder: Path, loaded: LoadedModel, compiler: Any = None) -> ModelRunner:
     options: dict[str, Any] = {"loaded": loaded, "batch_invariant": False}
     return ModelRunner(config_of(folder), **options, capture=Repeats(), compiler=compiler)
-
-
-def row(slot: int, ids: list[int], start: int, pages: list[int]) -> BatchRow:
-    return BatchRow(slot, ids, not ids, start, start, pages, [SampleRow(slot, GREEDY, 7, 0, start + max(1, len(ids)))])
-
-
-def prompt(n: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(n)]
 
 
 def run(runner: ModelRunner, *rows: BatchRow) -> StepResult:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_qwen3 import tiny_qwen3
 
 from thinkfold.cli import bench
 from thinkfold.cli.capture import IMPLEMENTATION, use_tape
@@ -20,20 +21,7 @@ SPAN = Span(32, 144, NOW)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.5,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return tiny_qwen3(vocab_size=64, intermediate_size=48, head_dim=8, initializer_range=0.5)
 
 
 @pytest.fixture(scope="module")

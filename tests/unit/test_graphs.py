@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from captured_steps import GREEDY, VOCAB, Repeats, prompt, row
 from fold_branch import Branch, Places, feed, fold
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_qwen3 import tiny_qwen3
 
 from thinkfold.config import EngineConfig
 from thinkfold.errors import UnsupportedError
@@ -23,46 +24,14 @@ from thinkfold.runner.sampler import Draws
 from thinkfold.scheduler.output import BatchRow, MemoryWork, SampleRow, StepPlan, StepResult
 from thinkfold.types import SamplingParams
 
-PAGE, VOCAB, SEQS = 8, 97, 8
-GREEDY = SamplingParams(temperature=0.0)
+PAGE, SEQS = 8, 8
 FILTERED = SamplingParams(temperature=0.9, top_p=0.8, top_k=20, min_p=0.01)
-
-
-class Repeats:
-    """Runs a body again where a GPU would replay it."""
-
-    def __init__(self) -> None:
-        self.resets = 0
-
-    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
-        body()
-        return body
-
-    def used_bytes(self) -> int:
-        return 0
-
-    def reset(self) -> None:
-        self.resets += 1
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = tmp_path_factory.mktemp("qwen3")
-    torch.manual_seed(0)
-    hf_config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        eos_token_id=[2, 1],
-    )
-    AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+    tiny_qwen3(eos_token_id=[2, 1]).save_pretrained(folder)
     return EngineConfig(
         model=str(folder),
         device="cpu",
@@ -84,19 +53,6 @@ def pair(config: EngineConfig, loaded: LoadedModel) -> tuple[ModelRunner, ModelR
     """Two runners of one model: captured and eager."""
     options: dict[str, Any] = {"loaded": loaded, "end_marker_id": 5, "batch_invariant": False}
     return ModelRunner(config, **options, capture=Repeats()), ModelRunner(config, **options)
-
-
-def row(
-    slot: int, ids: list[int], start: int, pages: list[int], params: SamplingParams = GREEDY, **sample: Any
-) -> BatchRow:
-    late = not ids
-    drawn = SampleRow(slot, params, 7, 0, start + max(1, len(ids)), **sample)
-    return BatchRow(slot, ids, late, start, start, pages, [drawn])
-
-
-def prompt(n: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(n)]
 
 
 def run(runner: ModelRunner, *rows: BatchRow, memory: MemoryWork | None = None) -> StepResult:
