@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from thinkfold.attention import gather_plan
 from thinkfold.attention.ops import paged_attention
 
 LAYERS, LAYER = 3, 1
@@ -187,6 +188,39 @@ def test_a_decode_step_after_another_has_the_bits_of_a_first_one() -> None:
         )
         fresh = y._replace(kv=x.kv.clone())
         assert all(torch.equal(a, b) for a, b in zip(call(case, y), call(case, fresh), strict=True)), number
+
+
+def two_steps() -> tuple[list[Case], list[Inputs]]:
+    """A decode step of three rows and the next one, over the same memory."""
+    cases = [Case(2, 3, 16, 8, [(1, 20 + s), (1, 40 + s), (1, 300 + s)]) for s in range(2)]
+    last = make(cases[1], torch.float32)
+    last.kv.nan_to_num_(0.5)
+    slots = [
+        int(line[(n - 2) // 8]) * 8 + (n - 2) % 8 for line, (_, n) in zip(last.page_table, cases[1].rows, strict=True)
+    ]
+    return cases, [last._replace(kv_lens=last.kv_lens - 1, slot_mapping=torch.tensor(slots)), last]
+
+
+@pytest.mark.parametrize("room", [1 << 20, 0])
+def test_a_decode_step_reads_new_entries_alone_where_there_is_room_to_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(gather_plan, "KEPT_BYTES", room)
+    cases, inputs = two_steps()
+    call(cases[0], inputs[0])
+    clean = inputs[1]._replace(kv=inputs[1].kv.clone())
+    inputs[1].kv.numpy()[:] = torch.nan  # a change that torch does not count
+    out, expected = call(cases[1], inputs[1])[0], call(cases[1], clean)[0]
+    assert torch.equal(out, expected) if room else out.isnan().all()
+
+
+def test_what_others_write_between_two_steps_is_seen() -> None:
+    """A fork, a fold or a swap may put something else into the same pages."""
+    cases, inputs = two_steps()
+    call(cases[0], inputs[0])
+    inputs[1].kv.mul_(-2)
+    fresh = inputs[1]._replace(kv=inputs[1].kv.clone())
+    assert all(torch.equal(a, b) for a, b in zip(call(cases[1], inputs[1]), call(cases[1], fresh), strict=True))
 
 
 @pytest.mark.parametrize("window", [0, 100])

@@ -1,11 +1,13 @@
 """Which head blocks the reference attention reads and writes in one step, found once per step.
 
 All layers of a step share it: a layer only shifts block numbers, and adds its own summaries. It
-knows no queries or values. Indices are found in numpy, where small arrays cost the least.
+knows no queries or values. Indices are found in numpy, where small arrays cost the least. From one
+decode step to the next a plan is carried, and with it what was gathered: only new entries are read.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,9 @@ from thinkfold.attention.padding import (
 # a GPU would rather have few large groups.
 GATHER_BYTES = 4 << 20
 GATHER_BYTES_GPU = 1 << 30
+# Gathered keys and values of all layers that stay in memory for the next step; copying them anew costs more than
+# attention itself.
+KEPT_BYTES = 512 << 20
 # A group may pad its shorter rows up to this share of the longest one.
 MAX_PADDING = 0.15
 
@@ -56,6 +61,10 @@ class Gather(NamedTuple):
     query sees and -inf elsewhere; `tokens` `[n]` are the rows' first tokens; `queries`
     `[n * Hkv * M]` are rows of q seen as `[T * Hq, D]`: the heads of each KV head, its last one
     repeated up to a multiple of `row_multiple`.
+
+    `kept` holds what was gathered, by layer, None where it is not kept; it lacks the rows' newest
+    entries, which are `newest` `[2 * n * Hkv]` (of layer 0, rows of kv seen as `[-1, D]`) and belong
+    at `places` of it. Later than the step that gathered, `blocks` and `stale` are out of date.
     """
 
     rows: list[Row]
@@ -65,6 +74,9 @@ class Gather(NamedTuple):
     mask: Tensor
     tokens: Tensor
     queries: Tensor
+    newest: Tensor
+    places: Tensor
+    kept: dict[int, Tensor] | None = None
 
 
 class _Layout(NamedTuple):
@@ -80,6 +92,11 @@ class _Layout(NamedTuple):
     window: int
     dtype: torch.dtype
     device: torch.device
+
+    def kept_bytes(self, gather: Gather) -> int:
+        """Of all layers."""
+        entries = 0 if gather.kept is None else len(gather.rows) * gather.length
+        return entries * self.entry_bytes * self.num_layers
 
 
 class GatherPlan(NamedTuple):
@@ -104,6 +121,14 @@ class GatherPlan(NamedTuple):
     in_order: bool
 
 
+@dataclass(slots=True)
+class _Memo:
+    """The newest plan by window, and the version of kv that they belong to."""
+
+    plans: dict[int, GatherPlan] = field(default_factory=dict)
+    version: int | None = None
+
+
 def plan_for(
     q: Tensor,
     kv: Tensor,
@@ -114,29 +139,53 @@ def plan_for(
     summaries: list[int],
     window: int,
 ) -> GatherPlan:
-    """The plan of this step, made by the first layer that asks and kept on `kv` for the next ones.
+    """The plan of this step, made by the first layer that asks and left on `kv` for the next ones.
 
-    `summaries` are the rows' lines that have summaries to read, else -1. A kept plan is used only
-    while lengths, table and slots still hold the same values, and in the next decode step for as
-    long as no row needs another page.
+    `summaries` are the rows' lines that have summaries to read, else -1. A plan is used again only
+    while lengths, table and slots hold the same values, and carried to the next decode step of the
+    same rows. All are let go when kv was changed but for what `wrote` knows of.
     """
     _, num_layers, num_heads, _, page_size, head_dim = kv.shape
     entry_bytes = 2 * num_heads * head_dim * q.element_size()
     group = q.shape[1] // num_heads
     shape = (q.shape[0], num_layers, num_heads, page_size, group, group + -group % row_multiple(head_dim))
     layout = _Layout(*shape, entry_bytes, window, q.dtype, kv.device)
-    memo: dict[int, GatherPlan] = getattr(kv, _MEMO, {})
+    memo = _memo(kv)
+    if memo.version is None or memo.version != _version(kv):
+        memo.plans.clear()
     lengths = [cu_seqlens_q.tolist(), kv_lens.tolist(), summaries]
-    known = memo.get(window)
-    if known is not None and (known.layout != layout or not torch.equal(known.table, page_table)):
+    known = memo.plans.get(window)
+    if known is not None and known.layout != layout:
         known = None
-    if known is not None and known.lengths == lengths and torch.equal(known.slots, slot_mapping):
+    if (
+        known is not None
+        and known.lengths == lengths
+        and torch.equal(known.table, page_table)
+        and torch.equal(known.slots, slot_mapping)
+    ):
         return known
     rows = _rows(lengths, window)
-    plan = None if known is None else _advanced(known, rows, lengths, slot_mapping)
-    plan = plan or _make(rows, layout, lengths, page_table, slot_mapping)
-    setattr(kv, _MEMO, {**memo, window: plan})
+    plan = None if known is None else _advanced(known, rows, lengths, page_table, slot_mapping)
+    memo.plans[window] = plan = plan or _make(rows, layout, lengths, page_table, slot_mapping)
     return plan
+
+
+def wrote(kv: Tensor) -> None:
+    """The newest entries of a plan have been written to `kv`: that is the one change which it knows of."""
+    _memo(kv).version = _version(kv)
+
+
+def _memo(kv: Tensor) -> _Memo:
+    memo: _Memo | None = getattr(kv, _MEMO, None)
+    if memo is None:
+        memo = _Memo()
+        setattr(kv, _MEMO, memo)
+    return memo
+
+
+def _version(kv: Tensor) -> int | None:
+    """How often kv has been changed in place; None where that is not counted."""
+    return None if kv.is_inference() else kv._version
 
 
 def _rows(lengths: list[list[int]], window: int) -> list[Row]:
@@ -149,10 +198,12 @@ def _rows(lengths: list[list[int]], window: int) -> list[Row]:
     return rows
 
 
-def _advanced(plan: GatherPlan, rows: list[Row], lengths: list[list[int]], slots: Tensor) -> GatherPlan | None:
-    """`plan` one token later, where each row is one token and reads the same pages as before, else None.
+def _advanced(
+    plan: GatherPlan, rows: list[Row], lengths: list[list[int]], table: Tensor, slots: Tensor
+) -> GatherPlan | None:
+    """`plan` one token later, where each row is one token and its pages are those of before and new ones, else None.
 
-    As `plan.table` and the rows' places have not changed, only their ends differ.
+    Gathers that keep nothing are not carried over the border of a page.
     """
     size = plan.layout.page_size
     later = {row.line: row for row in rows}
@@ -160,18 +211,26 @@ def _advanced(plan: GatherPlan, rows: list[Row], lengths: list[list[int]], slots
     known = [row for gather in gathers for row in gather.rows]
     if plan.prefill or plan.written is not None or len(known) != len(rows):
         return None
-    if any(
-        row.kv_len % size == 0 or later.get(row.line) != row._replace(kv_len=row.kv_len + 1) or row.q_len > 1
-        for row in known
-    ):
+    if any(later.get(row.line) != row._replace(kv_len=row.kv_len + 1) or row.q_len > 1 for row in known):
         return None
-    places = slots.cpu().numpy()
-    if (places < 0).any():
+    places, pages = slots.cpu().numpy(), table.cpu().numpy()
+    if (places < 0).any() or not _begins_with(pages, plan):
         return None
     key_writes = _key_writes(places, plan.layout)
-    moved = [_with_ends(gather, [later[row.line] for row in gather.rows], plan.layout) for gather in gathers]
+    moved: list[Gather] = []
+    for gather in gathers:
+        ends = [later[row.line] for row in gather.rows]
+        if gather.kept is not None:
+            moved.append(_one_later(gather, ends, pages, key_writes, plan.layout))
+        elif any(row.kv_len % size == 1 for row in ends):
+            return None
+        else:
+            moved.append(_with_ends(gather, ends, plan.layout))
+    if sum(map(plan.layout.kept_bytes, moved)) > KEPT_BYTES:
+        return None
     return plan._replace(
         lengths=lengths,
+        table=table.clone(),
         slots=slots.clone(),
         decode=moved[: len(plan.decode)],
         folded=moved[len(plan.decode) :],
@@ -180,27 +239,75 @@ def _advanced(plan: GatherPlan, rows: list[Row], lengths: list[list[int]], slots
     )
 
 
+def _begins_with(table: NDArray[np.int32], plan: GatherPlan) -> bool:
+    """Whether rows still have the pages that they had in `plan`, in front of new ones."""
+    before = plan.table.cpu().numpy()
+    width = before.shape[1]
+    if table.shape[1] < width:
+        return False
+    unused = np.arange(width) * plan.layout.page_size >= np.array(plan.lengths[1])[:, None]
+    return bool(((table[:, :width] == before) | unused).all())
+
+
+def _one_later(
+    gather: Gather, rows: list[Row], table: NDArray[np.int32], key_writes: Tensor, layout: _Layout
+) -> Gather:
+    """A gather that keeps what it has read, one token later; read anew where it has no more room."""
+    if max(row.kv_len - row.first for row in rows) > gather.length:
+        return _keeping(_gather(rows, table, layout), key_writes, layout)
+    last = torch.tensor([[row.kv_len - row.first - 1] for row in rows], device=layout.device)
+    gather.mask.view(len(rows), -1).scatter_(1, last, 0.0)
+    return gather._replace(rows=rows, newest=_newest(gather, key_writes, layout), places=gather.places + 1)
+
+
+def _keeping(gather: Gather, key_writes: Tensor, layout: _Layout) -> Gather:
+    """`gather`, which keeps what it reads."""
+    ends = np.array([row.kv_len - row.first for row in gather.rows], dtype=np.int64)[:, None]
+    heads = np.arange(2 * len(ends) * layout.num_heads).reshape(2, len(ends), -1)
+    places = torch.from_numpy((heads * gather.length + ends - 1).reshape(-1)).to(layout.device)
+    return gather._replace(newest=_newest(gather, key_writes, layout), places=places, kept={})
+
+
+def _newest(gather: Gather, key_writes: Tensor, layout: _Layout) -> Tensor:
+    """Where the newest entries of a gather's rows are written."""
+    keys = key_writes.view(-1, layout.num_heads).index_select(0, gather.tokens).view(-1)
+    return torch.cat([keys, keys + layout.page_size])
+
+
 def _make(rows: list[Row], layout: _Layout, lengths: list[list[int]], table: Tensor, slots: Tensor) -> GatherPlan:
-    decode = [row for row in rows if row.q_len == 1 and row.summary < 0]
     pages = table.cpu().numpy()
+    decode = [row for row in rows if row.q_len == 1 and row.summary < 0]
+    prefill = [_gather([row], pages, layout) for row in rows if row.q_len > 1 and row.summary < 0]
     places = slots.cpu().numpy()
     keep = places >= 0
     written = None if keep.all() else np.flatnonzero(keep)
     groups = [_gather(group, pages, layout) for group in _groups(decode, layout)]
     key_writes = _key_writes(places if written is None else places[written], layout)
+    if written is None and not prefill and not layout.window:  # others are not carried, or seldom
+        groups = _with_room(groups, key_writes, layout)
     return GatherPlan(
         layout=layout,
         lengths=lengths,
         table=table.clone(),
         slots=slots.clone(),
         decode=groups,
-        prefill=[_gather([row], pages, layout) for row in rows if row.q_len > 1 and row.summary < 0],
+        prefill=prefill,
         folded=[_gather([row], pages, layout, MAX_EXTRA) for row in rows if row.summary >= 0],
         key_writes=key_writes,
         value_writes=key_writes + layout.page_size,
         written=None if written is None else torch.from_numpy(written).to(layout.device),
         in_order=len(groups) == 1 and len(groups[0].rows) == layout.num_tokens,
     )
+
+
+def _with_room(gathers: list[Gather], key_writes: Tensor, layout: _Layout) -> list[Gather]:
+    """`gathers`, of which as many keep what they read as there is room for."""
+    room, found = KEPT_BYTES, []
+    for gather in gathers:
+        keeping = _keeping(gather, key_writes, layout)
+        room -= layout.kept_bytes(keeping)
+        found.append(keeping if room >= 0 else gather)
+    return found
 
 
 def _key_writes(slots: NDArray[np.int64], layout: _Layout) -> Tensor:
@@ -251,6 +358,8 @@ def _gather(rows: list[Row], table: NDArray[np.int32], layout: _Layout, extra: i
         nothing,
         torch.from_numpy(tokens.reshape(-1)).to(device),
         torch.from_numpy((tokens * (num_heads * layout.group) + queries).reshape(-1)).to(device),
+        nothing,
+        nothing,
     )
     return _with_ends(gather, rows, layout)
 

@@ -26,3 +26,12 @@ def load(kv: Tensor, kv_scales: Tensor, first: int, index: Tensor, dtype: torch.
         return blocks[first:].index_select(0, index).view(-1, page_size, head_dim)
     codes = blocks.view(torch.uint8)[first:].index_select(0, index).view(FP8).view(-1, page_size, head_dim)
     return dequantise(codes, kv_scales.view(-1, page_size)[first:].index_select(0, index), dtype)
+
+
+def load_entries(kv: Tensor, kv_scales: Tensor, first: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[n, D]` in `dtype`: entries `first + index` of kv seen as `[-1, D]`."""
+    entries = kv.view(-1, kv.shape[5])
+    if kv.dtype != FP8:
+        return entries[first:].index_select(0, index)
+    codes = entries.view(torch.uint8)[first:].index_select(0, index).view(FP8)
+    return dequantise(codes, kv_scales.view(-1)[first:].index_select(0, index), dtype)

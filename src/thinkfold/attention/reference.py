@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinkfold.attention import memory
-from thinkfold.attention.gather_plan import Gather, GatherPlan, Row, plan_for
+from thinkfold.attention.gather_plan import Gather, GatherPlan, Row, plan_for, wrote
 from thinkfold.attention.padding import additive_mask, first_entry, padded, row_multiple
 from thinkfold.attention.summary_plan import SummaryPiece, summary_plan
 
@@ -92,6 +92,7 @@ def _write(k: Tensor, v: Tensor, kv: Tensor, kv_scales: Tensor, layer: int, plan
     first = layer * (num_heads * 2 * page_size)
     memory.store(kv, kv_scales, first, plan.key_writes, k.reshape(-1, head_dim))
     memory.store(kv, kv_scales, first, plan.value_writes, v.reshape(-1, head_dim))
+    wrote(kv)
 
 
 def _read(kv: Tensor, kv_scales: Tensor, layer: int, gather: Gather, dtype: torch.dtype) -> Tensor:
@@ -99,11 +100,19 @@ def _read(kv: Tensor, kv_scales: Tensor, layer: int, gather: Gather, dtype: torc
 
     A page may hold another request's leftovers behind a row's end: NaN times a zero weight is NaN.
     """
-    num_heads, head_dim = kv.shape[2], kv.shape[5]
+    num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
+    kept = None if gather.kept is None else gather.kept.get(layer)
+    if kept is not None:
+        newest = memory.load_entries(kv, kv_scales, layer * (2 * num_heads * page_size), gather.newest, dtype)
+        kept.view(-1, head_dim).index_copy_(0, gather.places, newest)
+        return kept
     gathered = memory.load(kv, kv_scales, layer * (2 * num_heads), gather.blocks.view(-1), dtype)
     if gather.stale.numel():
         gathered.view(2, -1, head_dim).index_fill_(1, gather.stale, 0)
-    return gathered.view(2, len(gather.rows), num_heads, gather.length, head_dim)
+    gathered = gathered.view(2, len(gather.rows), num_heads, gather.length, head_dim)
+    if gather.kept is not None:
+        gather.kept[layer] = gathered
+    return gathered
 
 
 def _read_folded(
