@@ -14,9 +14,9 @@ from triton_cases import Case, Row, check
 from thinkfold.errors import UnsupportedError
 from thinkfold.runner.loader import pick_attention
 
-# Few and small: the interpreter takes tens of milliseconds a program. It multiplies no bfloat16 matrices, which an
-# fp8 memory with float16 queries needs too, and loses the carry where a number is rounded up to a power of 2 in fp8:
-# the seeds of fp8 cases are such that none is. test_triton_gpu.py has no such limits.
+# Few and small: the interpreter takes tens of milliseconds a program. It multiplies no bfloat16 matrices, and loses
+# the carry where a number is rounded up to a power of 2 in fp8: the seeds of fp8 cases are such that none is.
+# test_triton_gpu.py has no such limits.
 CASES = [
     (
         Case(1, 3, 16, 16, (Row(1, 40), Row(2, 9), Row(1, 300), Row(0, 9), Row(1, 16)), sinks=(4, -1, 0)),
@@ -28,6 +28,7 @@ CASES = [
     (Case(1, 4, 16, 8, (Row(1, 70, (20,)), Row(9, 13)), window=5), torch.float16, 0),
     (Case(1, 2, 32, 32, (Row(1, 33, (40,)), Row(1, 5)), beta=True, fp8=True), torch.float32, 2),
     (Case(1, 17, 16, 64, (Row(3, 66),), fp8=True), torch.float32, 4),
+    (Case(1, 2, 24, 16, (Row(1, 33, (40,)), Row(1, 5)), beta=True, fp8=True), torch.float16, 0),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
@@ -69,7 +70,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes what the compiler refuses: masks that are no booleans, casts between sizes."""
     pytest.importorskip("triton")
     kernels = run_alone({"TRITON_INTERPRET": "0"}, "compile").split()
-    assert kernels == ["store", "merge", "store", "attend_splits", "attend_splits"]
+    assert kernels == ["store", "merge", "store", *["attend_splits"] * 3]
 
 
 def compile_kernel(kernel: Any, types: str, ints: str, constants: dict[str, object]) -> None:
@@ -97,7 +98,7 @@ def compile_kernels() -> None:
 
     sizes = {"NUM_LAYERS": 2, "NUM_HEADS": 2, "HEAD_DIM": 64, "PAGE_SIZE": 16}
     tile = {"GROUP": 3, "BLOCK_M": 16, "BLOCK_N": 32}
-    ints = "num_tokens num_tiles num_rows layer"
+    ints = "k_stride v_stride num_tokens num_tiles num_rows layer"
     tables = "*i32 *i32 *i64 *i32 *i32 *fp32 *fp32 fp32"
     more = "table_width num_lines summary_width layer window raw_splits num_splits with_bias"
     compile_kernel(
@@ -117,6 +118,7 @@ def compile_kernels() -> None:
     )
     small = {**sizes, **tile, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
     compile_kernel(attend_splits, f"*fp32 *fp32 *fp16 *fp32 {tables}", more, small)
+    compile_kernel(attend_splits, f"*fp16 *fp8e4nv *fp16 *fp32 {tables}", more, small | {"FP8": True})
 
 
 if __name__ == "__main__":

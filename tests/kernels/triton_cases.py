@@ -77,6 +77,7 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     lines = torch.tensor([folded.index(row) if row.lens else -1 for row in case.rows])
     q = torch.randn(len(slots), heads * case.group, case.head_dim, generator=gen).to(dtype)
     k, v = (torch.randn(len(slots), heads, case.head_dim, generator=gen).to(dtype) for _ in range(2))
+    k, v = torch.stack((k, v), dim=1).unbind(1)  # parts of wider rows, as a joined product gives them
     unused = ~stored.unsqueeze(3).expand(kv.shape[:-1])
     scales = torch.zeros(0).half()
     if case.fp8:

@@ -27,11 +27,12 @@ class Counts:
     """A backend that runs what it is given and counts how often it is asked."""
 
     def __init__(self, spoil: float = 0.0) -> None:
-        self.compiles = 0
+        self.compiles = self.products = 0
         self.spoil = spoil
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.compiles += 1
+        self.products = sum(node.target is torch.nn.functional.linear for node in graph.graph.nodes)
         return lambda *args: [out + self.spoil for out in graph(*args)]
 
 
@@ -102,6 +103,7 @@ def test_one_compile_serves_every_step(folder: Path, loaded: LoadedModel) -> Non
     for mine, other in zip(drive(compiled), drive(plain), strict=True):
         same(mine, other)
     assert backend.compiles == 1
+    assert backend.products == 4 * compiled.num_layers + 1  # of seven in a layer, and the logits
 
 
 def broken(*_: Any) -> Any:

@@ -18,8 +18,8 @@ from thinkfold.attention.triton_merge import merge
 from thinkfold.attention.triton_splits import MIN_SPLIT, attend_splits
 from thinkfold.attention.triton_store import TILE_FIELDS, store
 
-# Splits are added until a launch has this many programs, about eight for each multiprocessor of a large GPU.
-PROGRAMS = 1024
+# Splits are added until a launch has this many programs, about four for each multiprocessor of a large GPU.
+PROGRAMS = 512
 MAX_SPLITS = 64
 # Most rows have no summary or a short one; an empty split costs a program.
 MAX_SUMMARY_SPLITS = 8
@@ -74,7 +74,7 @@ def paged_attention(
     """
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"the triton body computes in float32, bfloat16 or float16, got q of {q.dtype}")
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    q, k, v = q.contiguous(), _dense(k), _dense(v)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not kv_lens.numel() or not q.numel():
@@ -111,6 +111,11 @@ def _splits(programs: int, entries: int, most: int) -> int:
     return max(1, min(-(-PROGRAMS // programs), -(-entries // MIN_SPLIT), most))
 
 
+def _dense(x: Tensor) -> Tensor:
+    """`x` `[T, H, D]` if the heads of a token lie together, else a copy: keys and values may be parts of wider rows."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
 def _power_of_2(number: int) -> int:
     """The next power of 2 that is not less than `number`."""
     return 1 << (number - 1).bit_length()
@@ -122,7 +127,7 @@ def _blocks(dtype: torch.dtype, head_dim: int, group: int, decode: bool) -> Bloc
         return Blocks(max(LEAST_DOT, group), 32 if head_dim <= 128 else 16, 4, 2)
     entries = 64 if head_dim <= 128 else 32
     if decode:
-        return Blocks(max(LEAST_DOT, group), entries, 4, 3)
+        return Blocks(max(LEAST_DOT, group), entries, 4, 2)
     return Blocks(max(64 if head_dim <= 128 else 32, group), entries, 4, 2)
 
 
@@ -150,6 +155,8 @@ def _store(
         cu_seqlens_q,
         kv_lens,
         tiles,
+        k.stride(0),
+        v.stride(0),
         k.shape[0],
         shapes.tiles,
         kv_lens.shape[0],

@@ -19,11 +19,30 @@ def _softmax_step(scores, largest, total):
 
 
 @triton.jit
-def _add_values(weights, values, acc, dtype: tl.constexpr, FP8: tl.constexpr):
-    """`acc + weights @ values`; bfloat16 holds every fp8 code, and weights times scales too small for float16."""
-    if FP8 and dtype == tl.float16:
-        return tl.dot(weights.to(tl.bfloat16), values.to(tl.bfloat16), acc, input_precision="ieee")
-    return tl.dot(weights.to(dtype), values.to(dtype), acc, input_precision="ieee")
+def _in_float16(queries):
+    """Queries as float16 between -1 and 1, and what each was divided by: fp8 becomes float16 in one instruction."""
+    wide = queries.to(tl.float32)
+    peak = tl.max(tl.abs(wide), 1)
+    peak = tl.where(peak > 0.0, peak, 1.0)
+    return (wide / peak[:, None]).to(tl.float16), peak
+
+
+@triton.jit
+def _add_pairs(weights, scales, rows, valid, kv, even, odd, HEAD_DIM: tl.constexpr):
+    """Add `weights @ values` of fp8 to the sums of even lanes and of odd ones.
+
+    Two codes are loaded as one integer, since 16 bits are the least that matrix units take transposed.
+    """
+    scale = tl.load(scales + rows, mask=valid, other=0.0).to(tl.float32)
+    most = tl.max(scale, 0)  # float16 does not hold weights times scales of any size
+    most = tl.where(most > 0.0, most, 1.0)
+    weights = (weights * (scale / most)[None, :]).to(tl.float16)
+    lanes = tl.arange(0, even.shape[1])
+    pairs = kv.to(tl.pointer_type(tl.uint16), bitcast=True) + rows[:, None] * (HEAD_DIM // 2) + lanes[None, :]
+    codes = tl.load(pairs, mask=valid[:, None] & (lanes[None, :] < HEAD_DIM // 2), other=0)
+    first = (codes & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    second = (codes >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return even + tl.dot(weights, first) * most, odd + tl.dot(weights, second) * most
 
 
 @triton.jit
@@ -50,32 +69,45 @@ def attend(
     HEAD_DIM are zero: `tl.dot` takes no inner dimension below 16.
     """
     table, unit, shift, start, low, high, oldest, newest = span
+    PAIRED: tl.constexpr = FP8 and queries.dtype != tl.float32 and HEAD_DIM % 2 == 0
     dims = tl.arange(0, LANES)
     largest = tl.full((queries.shape[0],), -float("inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
-    acc = tl.zeros(queries.shape, tl.float32)
+    acc = tl.zeros((queries.shape[0], LANES // 2 if PAIRED else LANES), tl.float32)
+    odd = tl.zeros((queries.shape[0], LANES // 2 if PAIRED else 1), tl.float32)
+    unit_of = tl.full((queries.shape[0],), 1.0, tl.float32)
+    if PAIRED:
+        queries, unit_of = _in_float16(queries)
     for first in range(low, high, BLOCK_N):
         entries = first + tl.arange(0, BLOCK_N)
         valid = (entries >= start) & (entries < high)
-        block = tl.load(table + entries // PAGE_SIZE, mask=valid, other=0).to(tl.int64) * unit + shift
+        number = entries.to(tl.uint32)  # division of what may be negative takes several instructions
+        block = tl.load(table + number // PAGE_SIZE, mask=valid, other=0).to(tl.int64) * unit + shift
         beta = tl.zeros((BLOCK_N,), tl.float32)
         if SUMMARY:
-            place = bias + block * PAGE_SIZE + entries % PAGE_SIZE
+            place = bias + block * PAGE_SIZE + number % PAGE_SIZE
             beta = tl.load(place, mask=valid & (with_bias > 0), other=0.0)
             valid = valid & (beta != -float("inf"))
-        rows = block * (2 * PAGE_SIZE) + entries % PAGE_SIZE
+        rows = block * (2 * PAGE_SIZE) + number % PAGE_SIZE
         loaded = valid[None, :] & (dims[:, None] < HEAD_DIM)
         keys = tl.load(kv + rows[None, :] * HEAD_DIM + dims[:, None], mask=loaded, other=0.0)
-        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * scale
+        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * (unit_of * scale)[:, None]
         if FP8:
             scores *= tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)[None, :]
         if SUMMARY:
             scores += beta[None, :] * _LOG2_E
         visible = valid[None, :] & (entries[None, :] >= oldest[:, None]) & (entries[None, :] < newest[:, None])
         weights, largest, total, fade = _softmax_step(tl.where(visible, scores, -float("inf")), largest, total)
-        loaded = valid[:, None] & (dims[None, :] < HEAD_DIM)
-        values = tl.load(kv + (rows + PAGE_SIZE)[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
-        if FP8:
-            weights *= tl.load(kv_scales + rows + PAGE_SIZE, mask=valid, other=0.0).to(tl.float32)[None, :]
-        acc = _add_values(weights, values, acc * fade[:, None], queries.dtype, FP8)
+        acc *= fade[:, None]
+        rows += PAGE_SIZE
+        if PAIRED:
+            acc, odd = _add_pairs(weights, kv_scales, rows, valid, kv, acc, odd * fade[:, None], HEAD_DIM)
+        else:
+            loaded = valid[:, None] & (dims[None, :] < HEAD_DIM)
+            values = tl.load(kv + rows[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
+            if FP8:
+                weights *= tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)[None, :]
+            acc = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), acc, input_precision="ieee")
+    if PAIRED:
+        acc = tl.interleave(acc, odd)
     return largest, total, acc

@@ -71,6 +71,8 @@ def store(
     cu_seqlens_q,
     kv_lens,
     tiles,
+    k_stride,
+    v_stride,
     num_tokens,
     num_tiles,
     num_rows,
@@ -82,7 +84,10 @@ def store(
     TILE_TOKENS: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Program i stores token i, where there is one with a slot, and makes tile i, where there is one."""
+    """Program i stores token i, where there is one with a slot, and makes tile i, where there is one.
+
+    Strides are those of tokens; a token's heads lie together.
+    """
     index = tl.program_id(0)
     if index < num_tiles:
         _cut(tiles, index, cu_seqlens_q, kv_lens, num_rows, TILE_TOKENS)
@@ -91,10 +96,11 @@ def store(
         heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))
         lanes = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
         shown = (heads[:, None] < NUM_HEADS) & (lanes[None, :] < HEAD_DIM)
-        source = (index.to(tl.int64) * NUM_HEADS + heads[:, None]) * HEAD_DIM + lanes[None, :]
+        source = heads[:, None] * HEAD_DIM + lanes[None, :]
+        token = index.to(tl.int64)
         blocks = (slot // PAGE_SIZE * NUM_LAYERS + layer) * NUM_HEADS + heads
         keys = blocks * (2 * PAGE_SIZE) + slot % PAGE_SIZE
-        rows = tl.load(k + source, mask=shown, other=0.0)
+        rows = tl.load(k + token * k_stride + source, mask=shown, other=0.0)
         _put(rows, keys, shown, kv, kv_scales, lanes, HEAD_DIM, FP8)
-        rows = tl.load(v + source, mask=shown, other=0.0)
+        rows = tl.load(v + token * v_stride + source, mask=shown, other=0.0)
         _put(rows, keys + PAGE_SIZE, shown, kv, kv_scales, lanes, HEAD_DIM, FP8)

@@ -49,8 +49,8 @@ def attend(
     fb = forward_batch
     out, _ = paged_attention(
         query[0].transpose(0, 1).contiguous(),
-        key[0].transpose(0, 1).contiguous(),
-        value[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         fb.kv,
         module.layer_idx,  # type: ignore[arg-type]
         fb.cu_seqlens_q,

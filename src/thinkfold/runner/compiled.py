@@ -2,7 +2,8 @@
 
 A step of the uncompiled model is many small operations around each product; compiled they are few.
 All sizes of a step are dynamic, those of none and one too, so nothing is compiled a second time;
-attention stays the one opaque op. It knows no graphs (see `runner.graphs`) and draws no tokens.
+attention stays the one opaque op. What is compiled goes through `runner.graph_passes` first. It knows
+no CUDA graphs (see `runner.graphs`) and draws no tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
@@ -19,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shapes
 
-from thinkfold.runner import forward_batch
+from thinkfold.runner import forward_batch, graph_passes
 from thinkfold.runner.forward import forward
-from thinkfold.runner.forward_batch import ForwardBatch
+from thinkfold.runner.forward_batch import ForwardBatch, StepInputs
+from thinkfold.runner.graph_passes import Backend
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.memory import DeviceMemory
 from thinkfold.scheduler.output import BatchRow, StepPlan
-
-Backend = str | Callable[..., Any]
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,9 @@ DYNAMIC: Mapping[str, tuple[int, ...]] = MappingProxyType(
 class CompiledModel:
     """Called as `forward` calls a model. `backend` is one of `torch.compile`, by name or itself."""
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
+    def __init__(self, model: nn.Module, backend: str | Backend) -> None:
         self._no_sink: tuple[Tensor, Tensor, Tensor] | None = None
-        self._call = torch.compile(model.forward, fullgraph=True, backend=backend)
+        self._call = torch.compile(model.forward, fullgraph=True, backend=graph_passes.with_passes(backend))
 
     def __call__(
         self,
@@ -97,30 +98,37 @@ class CompiledModel:
         return ForwardBatch(*batch[:-3], *self._no_sink)
 
 
-def compile_model(loaded: LoadedModel, memory: DeviceMemory, page_size: int, backend: Backend) -> Callable[..., Any]:
+@torch.no_grad()
+def compile_model(
+    loaded: LoadedModel, memory: DeviceMemory, page_size: int, backend: str | Backend
+) -> Callable[..., Any]:
     """`loaded.model` compiled, or itself where a trial fails or its logits differ; a warning says so then.
 
-    The trial writes into the first two pages of `memory`, which must have all that folds may need.
+    Weights are moved in memory. The trial writes into the first two pages of `memory`, which must have
+    all that folds may need.
     """
     started = time.monotonic()
+    run = partial(forward, memory=memory, inputs=_trial_inputs(loaded, page_size))
+    moved = graph_passes.lay_side_by_side(loaded.model, partial(run, loaded.model))
     compiled = CompiledModel(loaded.model, backend)
     try:
-        difference = _trial(loaded, compiled, memory, page_size)
+        own, other = (run(model).double() for model in (loaded.model, compiled))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         logger.warning("%s runs uncompiled: %s", loaded.model_type, shorten(str(error), 200))
         return loaded.model
+    difference = ((other - own).norm() / own.norm()).item()
     if not difference <= TOLERANCES.get(loaded.dtype, TOLERANCE):
         logger.warning("%s runs uncompiled: compiled logits differ by %.1e of them", loaded.model_type, difference)
         return loaded.model
-    logger.info("compiled in %.1f s, logits within %.1e", time.monotonic() - started, difference)
+    seconds = time.monotonic() - started
+    logger.info("compiled in %.1f s, %d products joined, logits within %.1e", seconds, moved, difference)
     return compiled
 
 
-@torch.no_grad()
-def _trial(loaded: LoadedModel, compiled: CompiledModel, memory: DeviceMemory, page_size: int) -> float:
-    """How far the compiled model's logits are from the model's own, as a share of these."""
+def _trial_inputs(loaded: LoadedModel, page_size: int) -> StepInputs:
+    """Two prompts of a page each, whose logits are all wanted; some of their queries are kept."""
     draw = random.Random(0)
     rows = [
         BatchRow(slot, [draw.randrange(loaded.vocab_size) for _ in range(page_size)], False, 0, 0, [slot])
@@ -129,9 +137,7 @@ def _trial(loaded: LoadedModel, compiled: CompiledModel, memory: DeviceMemory, p
     inputs, _ = forward_batch.build(StepPlan(0, rows), page_size, 1, loaded.device, [], [-1] * len(rows))
     every = torch.arange(2 * page_size, device=loaded.device)
     some = every[::3].clone()
-    inputs = inputs._replace(sample_rows=every, sink_rows=some, sink_lines=some)
-    own, other = (forward(model, memory, inputs).double() for model in (loaded.model, compiled))
-    return ((other - own).norm() / own.norm()).item()
+    return inputs._replace(sample_rows=every, sink_rows=some, sink_lines=some)
 
 
 def _mark(tensor: Tensor, dims: tuple[int, ...]) -> None:

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from thinkfold.config import EngineConfig
 from thinkfold.runner import forward_batch, loader, sizing
-from thinkfold.runner.compiled import Backend, compile_model
+from thinkfold.runner.compiled import compile_model
 from thinkfold.runner.forward import forward
+from thinkfold.runner.graph_passes import Backend
 from thinkfold.runner.graphs import Capture, CudaCapture, StepGraphs
 from thinkfold.runner.invariance import row_tile, threads_change_no_bit
 from thinkfold.runner.kv_check import stored_dtype
@@ -67,7 +68,7 @@ class ModelRunner:
         eos_token_ids: Iterable[int] | None = None,
         batch_invariant: bool = True,
         capture: Capture | None = None,
-        compiler: Backend | None = None,
+        compiler: str | Backend | None = None,
     ) -> None:
         self._config = config
         self._loaded = loaded = loaded or loader.load(config)
@@ -215,7 +216,7 @@ class ModelRunner:
         ready.record(torch.cuda.current_stream(self._device))  # the current device may be another one
         return home, ready
 
-    def _make_graphs(self, capture: Capture | None, compiler: Backend | None) -> StepGraphs | None:
+    def _make_graphs(self, capture: Capture | None, compiler: str | Backend | None) -> StepGraphs | None:
         """Everything that a captured step needs but the graphs, while memory has few pages."""
         if capture is None:
             return None

@@ -1,8 +1,9 @@
 """The draw as one Triton kernel, a program a row: what survives the filters is found by thresholds, not by order.
 
 The twin of `filters.draw`. The number of passes over a row depends on the row, and the host waits for none: three
-where nothing is filtered, ten to twenty more a search (top-k, top-p). The floor is one pass, V · 4 bytes a row over the
-bandwidth of memory. Tiles are summed in fp64, weights within a tile in fp32, so a probability is off by some 1e-7.
+where nothing is filtered, one or two more for top-k, ten to twenty for top-p. The floor is one pass, V · 4 bytes a row
+over the bandwidth of memory. Tiles are summed in fp64, weights within a tile in fp32, so a probability is off by some
+1e-7.
 """
 
 # A kernel that only compiles for a GPU looks to a type checker as if it never returned.
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinkfold.runner.triton_rows import LOG2_E, ends, launch_sizes, load, threshold, weight_of
+from thinkfold.runner.triton_rows import LOG2_E, ends, kth_largest, launch_sizes, load, threshold, weight_of
 from thinkfold.types import SamplingParams
 
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-52)
@@ -35,33 +36,30 @@ def draw(logits: Tensor, knobs: Tensor, params: list[SamplingParams]) -> Tensor:
 
 @triton.jit
 def _beside(row, vocab, level, best, rate, LANES: tl.constexpr):
-    """Number and mass of what is larger than `level`, and the number of its equals."""
-    number = tl.zeros((LANES,), tl.int32)
+    """The mass of what is larger than `level`, and the number of its equals."""
     mass = tl.zeros((LANES,), tl.float32)
     equal = tl.zeros((LANES,), tl.int32)
     for first in range(0, vocab, LANES):
         _, x = load(row, first, vocab, LANES)
-        number += (x > level).to(tl.int32)
         mass += tl.where(x > level, weight_of(x, best, rate), 0.0)
         equal += (x == level).to(tl.int32)
-    return tl.sum(number, 0), tl.sum(mass, 0), tl.sum(equal, 0)
+    return tl.sum(mass, 0), tl.sum(equal, 0)
 
 
 @triton.jit
-def _heaviest(row, vocab, best, least, rate, top_p, top_k, LANES: tl.constexpr):
+def _heaviest(row, vocab, maxima, best, least, rate, top_p, top_k, LANES: tl.constexpr):
     """What top-k and then top-p keep: logits above the first number, and its equals up to an id, the second."""
     cut = least
     ties = vocab
     if top_k < vocab:
-        cut = threshold(row, vocab, cut, best, rate, top_k.to(tl.float32), False, LANES)
-        number, _, _ = _beside(row, vocab, cut, best, rate, LANES)
+        cut, number, _ = kth_largest(row, vocab, maxima, least, best, top_k.to(tl.int32), LANES)
         ties = top_k.to(tl.int32) - number
-    _, mass, equal = _beside(row, vocab, cut, best, rate, LANES)
+    mass, equal = _beside(row, vocab, cut, best, rate, LANES)
     if top_p < 1.0:
         goal = ((mass + tl.minimum(ties, equal) * weight_of(cut, best, rate)) * top_p).to(tl.float32)
         bounded = cut
         cut = threshold(row, vocab, bounded, best, rate, goal, True, LANES)
-        _, mass, equal = _beside(row, vocab, cut, best, rate, LANES)
+        mass, equal = _beside(row, vocab, cut, best, rate, LANES)
         weight = weight_of(cut, best, rate)
         # Equals are kept while what comes before falls short of the goal; without weight it does not matter.
         wanted = tl.where(weight > 0.0, tl.ceil((goal - mass) / tl.where(weight > 0.0, weight, 1.0)), 1.0)
@@ -89,13 +87,13 @@ def _kept(row, first, vocab, best, rate, cut, last, min_p, LANES: tl.constexpr):
 
 
 @triton.jit
-def _drawn(row, vocab, best, least, temperature, u, top_p, min_p, top_k, LANES: tl.constexpr):
+def _drawn(row, vocab, maxima, best, least, temperature, u, top_p, min_p, top_k, LANES: tl.constexpr):
     """A token by inverse CDF over what the filters keep, in id order."""
     rate = (1.0 / temperature * LOG2_E).to(tl.float32)
     cut = least
     last = vocab
     if (top_k < vocab) | (top_p < 1.0):
-        cut, last = _heaviest(row, vocab, best, least, rate, top_p, top_k, LANES)
+        cut, last = _heaviest(row, vocab, maxima, best, least, rate, top_p, top_k, LANES)
     smallest = min_p.to(tl.float32)
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, vocab, LANES):
@@ -128,7 +126,7 @@ def _draw(logits, knobs, token_ids, vocab, num_rows, LANES: tl.constexpr):
     top_p = tl.load(knobs + 2 * num_rows + index)
     min_p = tl.load(knobs + 3 * num_rows + index)
     top_k = tl.load(knobs + 4 * num_rows + index)
-    best, chosen, least = ends(row, vocab, LANES)
+    best, chosen, least, maxima = ends(row, vocab, LANES)
     if temperature > 0.0:
-        chosen = _drawn(row, vocab, best, least, temperature, u, top_p, min_p, top_k, LANES)
+        chosen = _drawn(row, vocab, maxima, best, least, temperature, u, top_p, min_p, top_k, LANES)
     tl.store(token_ids + index, tl.minimum(chosen, vocab - 1).to(tl.int64))  # of a row that is not finite

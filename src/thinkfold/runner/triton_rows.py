@@ -39,7 +39,7 @@ def weight_of(x, best, rate):
 
 @triton.jit
 def ends(row, vocab, LANES: tl.constexpr):
-    """The largest logit, the lowest id that has it, and the smallest logit that is not -inf."""
+    """The largest logit, the lowest id that has it, the smallest that is not -inf, and the largest of each lane."""
     largest = tl.full((LANES,), -float("inf"), tl.float32)
     smallest = tl.full((LANES,), float("inf"), tl.float32)
     tile = tl.zeros((LANES,), tl.int32)
@@ -50,7 +50,7 @@ def ends(row, vocab, LANES: tl.constexpr):
         smallest = tl.minimum(smallest, tl.where(x > -float("inf"), x, float("inf")))
     best = tl.max(largest, 0)
     ids = tl.where(largest == best, tile + tl.arange(0, LANES), vocab)
-    return best, tl.min(ids, 0), tl.min(smallest, 0)
+    return best, tl.min(ids, 0), tl.min(smallest, 0), largest
 
 
 @triton.jit
@@ -86,3 +86,51 @@ def threshold(row, vocab, low, best, rate, goal, BY_MASS: tl.constexpr, LANES: t
         low = tl.where(enough, above, low)
         high = tl.where(enough, high, below)
     return low
+
+
+@triton.jit
+def _above(row, vocab, level, best, LANES: tl.constexpr):
+    """How many logits are larger than `level`, what they lack to `best` in all, and the smallest of them."""
+    number = tl.zeros((LANES,), tl.int32)
+    lack = tl.zeros((LANES,), tl.float32)
+    smallest = tl.full((LANES,), float("inf"), tl.float32)
+    for first in range(0, vocab, LANES):
+        _, x = load(row, first, vocab, LANES)
+        number += (x > level).to(tl.int32)
+        lack += tl.where(x > level, best - x, 0.0)
+        smallest = tl.minimum(smallest, tl.where(x > level, x, float("inf")))
+    return tl.sum(number, 0), tl.sum(lack, 0), tl.min(smallest, 0)
+
+
+@triton.jit
+def _of_crowd(crowd, least, best, k):
+    """The `k`-th largest of a few numbers that are at hand, `least` where there are not so many."""
+    low = least
+    high = best
+    if tl.sum((crowd >= least).to(tl.int32), 0) < k:
+        high = least
+    while low < high:
+        middle = low * 0.5 + high * 0.5
+        middle = tl.where(middle > low, middle, high)
+        inside = crowd >= middle
+        if tl.sum(inside.to(tl.int32), 0) >= k:
+            low = tl.min(tl.where(inside, crowd, float("inf")), 0)
+        else:
+            high = tl.max(tl.where(inside, -float("inf"), crowd), 0)
+    return low
+
+
+@triton.jit
+def kth_largest(row, vocab, maxima, least, best, k, LANES: tl.constexpr):
+    """The `k`-th largest logit of a row that has so many, how many are larger, and what these lack to `best` in all.
+
+    The `k`-th largest of the lanes' maxima is never above it, and is it unless two of the largest share a lane:
+    one pass tells, and only then the row is searched.
+    """
+    crowd = tl.max(tl.reshape(maxima, (min(LANES, 512), LANES // min(LANES, 512))), 1)
+    low = _of_crowd(crowd, least, best, k)
+    number, lack, smallest = _above(row, vocab, low, best, LANES)
+    if number >= k:
+        low = threshold(row, vocab, smallest, best, 1.0, k.to(tl.float32), False, LANES)
+        number, lack, smallest = _above(row, vocab, low, best, LANES)
+    return low, number, lack
