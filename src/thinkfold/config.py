@@ -21,6 +21,7 @@ _CHOICES: Mapping[str, tuple[object, ...]] = {
     "fold_profile": (*FOLD_PROFILES, None),
     "fold_at_answer": tuple(AtAnswer),
     "fold_prefer": ("fold", "queue"),
+    "fold_storage": ("model", "int4"),
     "attention_backend": ("auto", "reference", "triton"),
 }
 
@@ -76,6 +77,7 @@ class EngineConfig:
     `fold_gate` is the largest estimated error, 0 to 1, with which a fold is still committed.
     `fold_at_answer` is what becomes of raw thinking then: keep, recycle (fold it) or swap.
     `fold_prefer` is the peak that admission counts on: fold (folded) or queue (raw).
+    `fold_storage` is how summaries are kept: model is as raw entries are; int4 is 4 bits a number, more entries a byte.
     `fold_delimiter_token` is one more token that ends a segment of thinking.
     `fold_delimiter_regex` ends a segment where it matches, in the syntax of RE2.
     `stall_timeout_s` without a finished step makes the server not ready.
@@ -128,6 +130,7 @@ class EngineConfig:
     fold_gate: float = 1.0
     fold_at_answer: Literal["keep", "recycle", "swap"] = "keep"
     fold_prefer: Literal["fold", "queue"] = "fold"
+    fold_storage: Literal["model", "int4"] = "model"
     fold_delimiter_token: str | None = None
     fold_delimiter_regex: str | None = None
     stall_timeout_s: float = 60.0

@@ -25,6 +25,13 @@ CASES = [
     Case(2, 8, 128, 8, FOLDED, beta=True, sinks=(0,)),
     Case(3, 1, 8, 8, (Row(1, 8), Row(8, 8), Row(1, 9), Row(9, 9)), window=8),
 ]
+INT4 = [
+    Case(2, 3, 64, 16, (Row(1, 200, (48, 32)), Row(5, 77, (0, 16)), Row(1, 600), Row(1, 900, (720, 0))), sinks=(5, 6)),
+    Case(2, 8, 128, 8, (Row(1, 200, (40, 32)), Row(5, 77, (0, 16)), Row(1, 900, (704, 8))), beta=True, sinks=(0,)),
+    Case(4, 7, 128, 16, tuple(Row(1, 70 + n, (n, 2 * n, 0, 16)) for n in (16, 2048, 512)), beta=True),
+    Case(1, 5, 256, 32, (Row(33, 90, (320,)),)),
+    Case(2, 2, 74, 64, (Row(1, 70, (640, 64)), Row(3, 9))),
+]
 # bfloat16 and float16 round the weights before they meet the values, and the result.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -39,6 +46,15 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[8]], ids=str)
 def test_matches_the_reference_over_fp8(case: Case, dtype: torch.dtype) -> None:
     check(case._replace(fp8=True), dtype, "cuda", max(TOLERANCE[dtype], 2e-2 * (dtype == torch.float16)))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", INT4, ids=str)
+def test_matches_the_reference_over_summaries_in_four_bits(case: Case, dtype: torch.dtype, fp8: bool) -> None:
+    check(
+        case._replace(int4=True, fp8=fp8), dtype, "cuda", max(TOLERANCE[dtype], 2e-2 * (fp8 and dtype == torch.float16))
+    )
 
 
 def test_a_nan_stays_in_its_row() -> None:

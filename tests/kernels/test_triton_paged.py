@@ -29,6 +29,8 @@ CASES = [
     (Case(1, 2, 32, 32, (Row(1, 33, (40,)), Row(1, 5)), beta=True, fp8=True), torch.float32, 2),
     (Case(1, 17, 16, 64, (Row(3, 66),), fp8=True), torch.float32, 4),
     (Case(1, 2, 24, 16, (Row(1, 33, (40,)), Row(1, 5)), beta=True, fp8=True), torch.float16, 0),
+    (Case(2, 3, 12, 8, (Row(1, 30, (16, 0)), Row(2, 9, (8, 40)), Row(1, 9)), beta=True, int4=True), torch.float32, 0),
+    (Case(1, 2, 74, 16, (Row(1, 40, (80,)),), int4=True), torch.float16, 0),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
@@ -70,7 +72,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes what the compiler refuses: masks that are no booleans, casts between sizes."""
     pytest.importorskip("triton")
     kernels = run_alone({"TRITON_INTERPRET": "0"}, "compile").split()
-    assert kernels == ["store", "merge", "store", *["attend_splits"] * 3]
+    assert kernels == ["store", "merge", "store", *["attend_splits"] * 5]
 
 
 def compile_kernel(kernel: Any, types: str, ints: str, constants: dict[str, object]) -> None:
@@ -113,12 +115,13 @@ def compile_kernels() -> None:
     compile_kernel(
         store, "*fp16 *fp16 *fp8e4nv *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": True}
     )
-    compile_kernel(
-        attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**sizes, **tile, "LANES": 64, "FP8": True}
-    )
-    small = {**sizes, **tile, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
+    wide = {**sizes, **tile, "LANES": 64, "INT4": 0}
+    small = {**wide, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
+    compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True})
     compile_kernel(attend_splits, f"*fp32 *fp32 *fp16 *fp32 {tables}", more, small)
     compile_kernel(attend_splits, f"*fp16 *fp8e4nv *fp16 *fp32 {tables}", more, small | {"FP8": True})
+    compile_kernel(attend_splits, f"*bf16 *bf16 *fp16 *fp32 {tables}", more, {**wide, "FP8": False, "INT4": 1})
+    compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True, "INT4": 1})
 
 
 if __name__ == "__main__":

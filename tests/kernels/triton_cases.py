@@ -8,7 +8,8 @@ import torch
 from op_inputs import Inputs
 from torch import Tensor
 
-from thinkfold.attention.fp8 import FP8, quantise
+from thinkfold.attention import int4
+from thinkfold.attention.fp8 import FP8, dequantise, quantise
 from thinkfold.attention.ops import paged_attention
 
 LAYERS, LAYER, LINES, PAD = 2, 1, 3, 2
@@ -23,7 +24,7 @@ class Row(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`sinks` are token rows; `beta` fills the plane, `fp8` is the storage."""
+    """`sinks` are token rows; `beta` fills the plane, `fp8` is the storage, `int4` that of summaries (whole blocks)."""
 
     kv_heads: int
     group: int
@@ -34,6 +35,11 @@ class Case(NamedTuple):
     beta: bool = False
     fp8: bool = False
     sinks: tuple[int, ...] = ()
+    int4: bool = False
+
+    @property
+    def backend(self) -> str:
+        return "triton_int4" if self.int4 else "triton"
 
 
 def make(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -87,10 +93,55 @@ def make(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         kv[unused] = torch.nan
         kv = kv.to(dtype)
     beta[~stored] = torch.nan
-    plane = beta if case.beta else torch.zeros(0)
+    plane = beta if case.beta and not case.int4 else torch.zeros(0)
+    if case.int4:
+        _fill_int4(case, kv, table, lens, gen)
     kv_lens = torch.tensor([row.kv_len for row in case.rows]).int()
     raw = (q, k, v, kv, cu, kv_lens, page_table, torch.tensor(slots))
     return Inputs(*raw, lines, table, lens, plane, scales)
+
+
+def _fill_int4(case: Case, kv: Tensor, table: Tensor, lens: Tensor, gen: torch.Generator) -> None:
+    """Give `table` int4 blocks in the place of head blocks, out of the same pages, all else of which is NaN."""
+    assert not (lens % case.page_size).any(), "int4 blocks are full"
+    blocks, used = int4.blocks_of(kv), _used(lens, case.page_size, table)
+    pages = (table[LAYER][used] // (LAYERS * case.kv_heads)).unique().tolist()
+    kv.view(torch.uint8)[pages] = 0xFF
+    places = [page * blocks.shape[1] + i for page in pages for i in range(blocks.shape[1])]
+    for at in used.nonzero().tolist():
+        table[(LAYER, *at)] = block = places.pop(int(torch.randint(len(places), (1,), generator=gen)))
+        keys, values = torch.randn(2, 1, case.page_size, case.head_dim, generator=gen)
+        bias = torch.randn(1, case.page_size, generator=gen) * case.beta
+        if case.beta:
+            bias[torch.rand(bias.shape, generator=gen) < 0.2] = -torch.inf
+        blocks[divmod(block, blocks.shape[1])] = int4.pack(keys, values, bias)[0]
+
+
+def _used(lens: Tensor, size: int, table: Tensor) -> Tensor:
+    """Which places of the tested layer's table hold a block, `[N, Hkv, S]`."""
+    return torch.arange(table.shape[3]) * size < lens[LAYER].unsqueeze(-1)
+
+
+def widened(case: Case, x: Inputs) -> Inputs:
+    """The same in fp64 with summaries in raw form: read back into head blocks of further pages, and β in a plane."""
+    blocks, size, dim = int4.blocks_of(x.kv), case.page_size, case.head_dim
+    used = _used(x.summary_lens, size, x.summary_table)
+    numbers = x.summary_table[LAYER][used].long()
+    found = blocks[numbers // blocks.shape[1], numbers % blocks.shape[1]]
+    keys, values, bias = int4.unpack(found, int4.Layout(size, dim), torch.float64)
+    pages = -(-len(numbers) // (LAYERS * case.kv_heads))
+    more = torch.full((pages, *x.kv.shape[1:]), torch.nan, dtype=torch.float64)
+    more.view(-1, 2, size, dim)[: len(numbers)] = torch.stack((keys, values), 1)
+    plane = torch.full((len(x.kv) + pages, LAYERS, case.kv_heads, size), torch.nan)
+    plane[len(x.kv) :].view(-1, size)[: len(numbers)] = bias
+    table = x.summary_table.clone()
+    table[LAYER][used] = torch.arange(len(numbers)).int() + len(x.kv) * LAYERS * case.kv_heads
+    raw, k, v = x.kv, x.k, x.v
+    if case.fp8:
+        raw = dequantise(x.kv, x.kv_scales, torch.float64)
+        k, v = (dequantise(*quantise(rows), torch.float64) for rows in (k, v))
+    summaries = {"summary_table": table, "bias": plane, "kv_scales": torch.zeros(0).half()}
+    return x._replace(q=x.q.double(), k=k.double(), v=v.double(), kv=torch.cat((raw.double(), more)), **summaries)
 
 
 def run(case: Case, x: Inputs, backend: str) -> list[Tensor]:
@@ -108,16 +159,21 @@ def check(case: Case, dtype: torch.dtype, device: str, tolerance: float, seed: i
     """The Triton body gives what the reference gives in fp64; what is stored is equal bit by bit."""
     x = make(case, dtype, seed)
     wide = x._replace(q=x.q.double(), k=x.k.double(), v=x.v.double(), kv=x.kv if case.fp8 else x.kv.double())
-    got = run(case, Inputs(*(t.to(device) for t in x)), "triton")
+    if case.int4:
+        wide = widened(case, x)
+    got = run(case, Inputs(*(t.to(device) for t in x)), case.backend)
     expected = run(case, wide, "reference")
     if not any(row.lens for row in case.rows):  # then none need be named
-        bare = run(case, Inputs(*(t.to(device) for t in x._replace(summary_rows=x.summary_rows[:0]))), "triton")
+        bare = run(case, Inputs(*(t.to(device) for t in x._replace(summary_rows=x.summary_rows[:0]))), case.backend)
         for mine, same in zip(bare, got, strict=True):
             torch.testing.assert_close(mine.float(), same.float(), atol=tolerance, rtol=tolerance, equal_nan=True)
     assert got[0].dtype == dtype and got[1].dtype == torch.float32
     for mine, true in zip(got[:4], expected[:4], strict=True):
         torch.testing.assert_close(mine.double(), true.double(), atol=tolerance, rtol=tolerance)
-    if case.fp8:
+    if case.int4:
+        stays = run(case, x, "reference_int4")[4].view(torch.uint8)
+        assert torch.equal(got[4].view(torch.uint8), stays)
+    elif case.fp8:
         assert torch.equal(got[4].view(torch.uint8), expected[4].view(torch.uint8))
         assert got[4].dtype == FP8 and torch.equal(got[5].view(torch.int16), expected[5].view(torch.int16))
     else:

@@ -22,6 +22,7 @@ class Places:
 
     def __init__(self, runner: ModelRunner, page_size: int, seed: int = 0, *, host: bool = False) -> None:
         self.heads = runner.num_layers * runner.num_kv_heads
+        self.page_blocks = runner.budgets.page_blocks or self.heads
         self.page_size = page_size
         self.rng = random.Random(seed)
         self.free = list(range(runner.host_pages if host else runner.num_pages))
@@ -35,7 +36,7 @@ class Places:
         """A head block of any page that is lent out; any head may get it."""
         if len(self._blocks) < 4:
             pages = [self.page() for _ in range(4)]
-            self._blocks += [page * self.heads + i for page in pages for i in range(self.heads)]
+            self._blocks += [page * self.page_blocks + i for page in pages for i in range(self.page_blocks)]
             self.rng.shuffle(self._blocks)
         return self._blocks.pop()
 

@@ -18,11 +18,7 @@ from thinkfold.kv.work import KVWork
 
 SIZE, HEADS = 4, 3
 Marker = tuple[object, ...]
-Memory = dict[int, list[Marker | None]]  # head block: its entries; page p is blocks p * HEADS and the next ones
-
-
-def blocks_of(page: int) -> range:
-    return range(page * HEADS, (page + 1) * HEADS)
+Memory = dict[int, list[Marker | None]]  # block: its entries; page p is `page_blocks` of them
 
 
 @dataclass(eq=False)
@@ -64,16 +60,28 @@ class Step:
 
 
 class Machine:
-    """Random operations as a scheduler may order them, at pipeline depth 0 or 1."""
+    """Random operations as a scheduler may order them, at pipeline depth 0 or 1.
 
-    def __init__(self, seed: int, depth: int, *, num_pages: int, reserve: int, host: int) -> None:
+    A page has `page_blocks`: raw entries of head h lie in the h-th, summaries in any.
+    """
+
+    def __init__(
+        self, seed: int, depth: int, *, num_pages: int, reserve: int, host: int, page_blocks: int = HEADS
+    ) -> None:
+        self.page_blocks = page_blocks
         self.rng = random.Random(seed)
         self.depth = depth
         self.kv = KVManager(
-            num_pages, SIZE, enable_prefix_caching=True, num_heads=HEADS, reserve_pages=reserve, host_pages=host
+            num_pages,
+            SIZE,
+            enable_prefix_caching=True,
+            num_heads=HEADS,
+            page_blocks=page_blocks,
+            reserve_pages=reserve,
+            host_pages=host,
         )
-        self.device: Memory = {b: [None] * SIZE for b in range(num_pages * HEADS)}
-        self.host: Memory = {b: [None] * SIZE for b in range(host * HEADS)}
+        self.device: Memory = {b: [None] * SIZE for b in range(num_pages * page_blocks)}
+        self.host: Memory = {b: [None] * SIZE for b in range(host * page_blocks)}
         self.models: list[Model] = []
         self.busy: set[Model] = set()  # with a row in the step being planned, or forked from one
         self.flight: list[Step] = []
@@ -228,25 +236,25 @@ class Machine:
         self.kv.launch_step(step.number)
         self.check_work(step, work)
         for source, target in work.swap_out:
-            self.copy(self.device, blocks_of(source), self.host, blocks_of(target))
+            self.copy(self.device, self.blocks_of(source), self.host, self.blocks_of(target))
         for source, target in work.blocks_out:
             self.copy(self.device, [source], self.host, [target])
         for commit in step.commits:
             self.commit(step, commit)
         for source, target in work.copies:
-            self.copy(self.device, blocks_of(source), self.device, blocks_of(target))
+            self.copy(self.device, self.blocks_of(source), self.device, self.blocks_of(target))
         for source, target in work.swap_in:
-            self.copy(self.host, blocks_of(source), self.device, blocks_of(target))
+            self.copy(self.host, self.blocks_of(source), self.device, self.blocks_of(target))
         for source, target in work.blocks_in:
             self.copy(self.host, [source], self.device, [target])
         for row in step.rows:
             for i, marker in enumerate(row.markers, row.start):
-                for block in blocks_of(row.pages[i // SIZE]):
+                for block in self.blocks_of(row.pages[i // SIZE]):
                     self.device[block][i % SIZE] = marker
         pages = {p for pair in work.copies for p in pair} | {p for p, _ in work.swap_out} | {p for _, p in work.swap_in}
-        step.used |= {b for page in pages for b in blocks_of(page)}
+        step.used |= {b for page in pages for b in self.blocks_of(page)}
         step.used |= {b for b, _ in work.blocks_out} | {b for _, b in work.blocks_in}
-        step.used |= held_blocks([m.table for m in self.models])
+        step.used |= self.held_blocks([m.table for m in self.models])
         step.seen = [list(row.pages) for row in step.rows]
         self.flight.append(step)
         self.plan = Step(step.number + 1)
@@ -276,26 +284,33 @@ class Machine:
             assert len(kept) == growth.counts[head]
             blocks[head] += growth.new_blocks[head]
             for i, (page, offset) in enumerate(kept, growth.starts[head]):
-                self.device[blocks[head][i // SIZE]][i % SIZE] = self.device[page * HEADS + head][offset]
-                step.used |= {page * HEADS + head, blocks[head][i // SIZE]}
+                self.device[blocks[head][i // SIZE]][i % SIZE] = self.device[page * self.page_blocks + head][offset]
+                step.used |= {page * self.page_blocks + head, blocks[head][i // SIZE]}
         commit.model.slot = (blocks, [s + c for s, c in zip(lengths, growth.counts, strict=True)])
 
     def copy(self, source: Memory, froms, target: Memory, tos) -> None:
         for a, b in zip(froms, tos, strict=True):
             target[b] = list(source[a])
 
+    def blocks_of(self, page: int) -> range:
+        return range(page * self.page_blocks, (page + 1) * self.page_blocks)
+
+    def held_blocks(self, tables: list[PageTable]) -> set[int]:
+        raw = {block for t in tables for page in t.pages for block in self.blocks_of(page)}
+        return raw | {block for t in tables for blocks in t.summary.blocks for block in blocks}
+
     # -- checks -------------------------------------------------------------------------------
 
     def check_work(self, step: Step, work: KVWork) -> None:
         """Copies of one kind may be done in any order, so no place may be in two of them."""
         pages = [t for _, t in work.copies + work.swap_in]
-        written = [b for page in pages for b in blocks_of(page)] + [b for _, b in work.blocks_in]
+        written = [b for page in pages for b in self.blocks_of(page)] + [b for _, b in work.blocks_in]
         folded = {b for c in step.commits for blocks in c.growth.new_blocks for b in blocks}
         folded |= {target for c in step.commits for _, _, target in c.growth.copies}
         assert len(set(written)) == len(written), "two pieces of work write to one place"
         assert not folded & set(written), "a fold and a copy write to one place"
         assert not {s for s, _ in work.copies} & set(pages), "a copy reads what the step has yet to write"
-        left = {b for page, _ in work.swap_out for b in blocks_of(page)} | {b for b, _ in work.blocks_out}
+        left = {b for page, _ in work.swap_out for b in self.blocks_of(page)} | {b for b, _ in work.blocks_out}
         assert not left & (set(written) | folded), "a place that is swapped out is used again in the same step"
         for places in (work.swap_out, work.blocks_out):
             assert len({t for _, t in places}) == len(places), "two things are swapped out to one place"
@@ -310,7 +325,7 @@ class Machine:
             blocks = table.summary.blocks if host is None else host.blocks
             assert table.kv_len == len(model.raw)
             for head in range(HEADS):
-                read = [m for page in pages for m in memory[page * HEADS + head]][: len(model.raw)]
+                read = [m for page in pages for m in memory[page * self.page_blocks + head]][: len(model.raw)]
                 assert read == model.raw, "a branch reads raw entries that are not its own"
                 if table.summary.lengths:
                     length = table.summary.lengths[head]
@@ -320,7 +335,7 @@ class Machine:
                     assert not model.summary[head]
             if host is None and table.summary.lengths:
                 assert (table.summary.blocks, table.summary.lengths) == model.slot, "growth and table disagree"
-            read = [m for page in table.offload_pages for m in self.host[page * HEADS]]
+            read = [m for page in table.offload_pages for m in self.host[page * self.page_blocks]]
             assert read == model.offloaded
             assert table.offloaded * SIZE == len(model.offloaded)
 
@@ -376,9 +391,9 @@ class Machine:
     def new_pages(self, act, table: PageTable | None = None):
         """Do `act`; no page that it takes may be in use by a step in flight."""
         tables = [m.table for m in self.models] + ([table] if table else [])
-        before = held_blocks(tables)
+        before = self.held_blocks(tables)
         result = act()
-        taken = held_blocks(tables) - before
+        taken = self.held_blocks(tables) - before
         for step in self.flight:
             assert not taken & step.used, "a place was handed on that a step in flight uses"
         return result
@@ -391,8 +406,3 @@ class Machine:
 
     def prompt_marker(self, model: Model, index: int) -> Marker:
         return (model.namespace, tuple(model.prompt[: index + 1]))
-
-
-def held_blocks(tables: list[PageTable]) -> set[int]:
-    raw = {block for t in tables for page in t.pages for block in blocks_of(page)}
-    return raw | {block for t in tables for blocks in t.summary.blocks for block in blocks}

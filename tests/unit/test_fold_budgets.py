@@ -153,3 +153,15 @@ def test_nothing_is_written_that_could_not_be_read(tmp_path: Path) -> None:
 def test_budgets_need_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import thinkfold.fold.budgets"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("weights", [(), (0.2, 1.9, 1.4, 0.5)])
+def test_fewer_bits_keep_more_entries_in_the_same_bytes(weights: tuple[float, ...]) -> None:
+    """13 blocks in the place of a page's 4: as many as fit in what was asked for, all of them full."""
+    budgets = FoldBudgets(2, 2, weights, page_blocks=13)
+    for entries in (1, 8, 20, 40):
+        counts = budgets.counts(entries, 64, 8)
+        assert all(count % 8 == 0 for count in counts)
+        assert sum(counts) // 8 == min(entries * 13 // 8, 4 * 64 // 8)
+    assert budgets.counts(64, 64, 8) == [64] * 4 and budgets.counts(0, 64, 8) == [0] * 4
+    assert len(set(FoldBudgets(2, 2, page_blocks=13).counts(16, 64, 8))) == 2, "as equal as whole blocks are"

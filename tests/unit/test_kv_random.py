@@ -37,9 +37,13 @@ def run(machine: Machine, operations: int, branches: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(("num_pages", "reserve", "host", "branches"), [(40, 3, 60, 12), (22, 2, 12, 6)])
-def test_every_branch_reads_back_its_own_entries(depth, num_pages, reserve, host, branches):
-    machine = Machine(depth + num_pages, depth, num_pages=num_pages, reserve=reserve, host=host)
+@pytest.mark.parametrize(
+    ("num_pages", "reserve", "host", "branches", "page_blocks"),
+    [(40, 3, 60, 12, 3), (22, 2, 12, 6, 3), (24, 2, 12, 7, 8)],
+)
+def test_every_branch_reads_back_its_own_entries(depth, num_pages, reserve, host, branches, page_blocks):
+    sizes = {"num_pages": num_pages, "reserve": reserve, "host": host, "page_blocks": page_blocks}
+    machine = Machine(depth + num_pages, depth, **sizes)
     run(machine, 12_000, branches)
     kv = machine.kv
     machine.run_plan()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from thinkfold.attention import int4 as four_bits
 from thinkfold.attention.fp8 import FP8
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
@@ -66,6 +67,30 @@ def test_a_round_trip_through_the_host_keeps_every_plane(dtype: torch.dtype, bia
             assert torch.equal(plane[target], old[places[host]])
         untouched = sorted(set(range(PAGES * parts)) - {target for _, target in back})
         assert not plane[untouched].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_int4_blocks_make_the_same_trips(dtype: torch.dtype) -> None:
+    """They are no whole part of a page: what lies behind a page's last one stays as it is."""
+    rng = random.Random(1)
+    storage = KVStorage(20, LAYERS, HEADS, PAGE, 8, dtype, CPU, 15, int4=True)
+    size, blocks = four_bits.Layout.of(PAGE, 8).block_bytes, four_bits.page_blocks(LAYERS, HEADS, PAGE, 8, dtype)
+    assert storage.tensor[0].nbytes % size and not storage.bias.numel()
+    before = torch.randint(256, (20 * blocks, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    storage.write_blocks(torch.arange(20 * blocks), before)
+    storage.copy_blocks([(7, 8), (8, 2 * blocks)])
+    behind = storage.tensor.view(torch.uint8).flatten(1)[:, blocks * size :]
+    behind.fill_(77)
+    before[[8, 2 * blocks]] = before[[7, 8]]
+    out = [(source, source // 2) for source in range(0, 8 * blocks, 2)]  # runs of the host cross its pages
+    storage.blocks_out(out)
+    storage.write_blocks(torch.arange(20 * blocks), torch.zeros_like(before))
+    targets = rng.sample(range(20 * blocks), len(out))
+    storage.blocks_in([(host, target) for (_, host), target in zip(out, targets, strict=True)])
+    expected = torch.zeros_like(before)
+    expected[targets] = before[[source for source, _ in out]]
+    assert torch.equal(four_bits.blocks_of(storage.tensor).flatten(0, 1), expected)
+    assert (behind == 77).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])

@@ -6,6 +6,7 @@ It checks shapes and calls the body that is named; it knows no model and no sche
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,13 +21,20 @@ from thinkfold.errors import ParameterError
 Body = Callable[..., tuple[Tensor, Tensor]]
 
 
-def _triton(*args: Any) -> tuple[Tensor, Tensor]:
+def _triton(*args: Any, int4: bool = False) -> tuple[Tensor, Tensor]:
     from thinkfold.attention import triton_paged  # Triton is not everywhere, and slow to import
 
-    return triton_paged.paged_attention(*args)
+    return triton_paged.paged_attention(*args, int4=int4)
 
 
-BODIES: Mapping[str, Body] = MappingProxyType({"reference": reference.paged_attention, "triton": _triton})
+BODIES: Mapping[str, Body] = MappingProxyType(
+    {
+        "reference": reference.paged_attention,
+        "triton": _triton,
+        "reference_int4": partial(reference.paged_attention, int4=True),
+        "triton_int4": partial(_triton, int4=True),
+    }
+)
 
 
 def body(name: str) -> Body:
@@ -73,7 +81,8 @@ def paged_attention(
     `(page * L + layer) * Hkv + head` being any head's; summary_lens `[L, N, Hkv]` int32 entries in
     them, 0 for none. Both are changed by in-place operations of torch alone. bias
     `[num_pages, L, Hkv, page_size]` fp32 is added to the logits of summary entries (-inf hides
-    one), `[0]` where there is no such plane.
+    one), `[0]` where there is no such plane. With a backend whose name ends in `_int4` the table's
+    blocks are those of `attention.int4`, which hold their β themselves.
 
     With a kv of float8_e4m3fn, kv_scales `[num_pages, L, Hkv, 2, page_size]` fp16 (mutated) holds
     one scale a token and head for K and V, else it is `[0]`; q, k, v keep the model's dtype.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinkfold.attention import int4 as four_bits
 from thinkfold.attention import memory
 from thinkfold.attention.gather_plan import Gather, GatherPlan, Row, plan_for, wrote
 from thinkfold.attention.padding import additive_mask, first_entry, padded, row_multiple
@@ -37,20 +38,19 @@ def paged_attention(
     query_sink_rows: Tensor,
     query_sink: Tensor,
     lse_sink: Tensor,
+    *,
+    int4: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Write, then attend; see `thinkfold.attention.ops.paged_attention` for shapes and meaning.
 
     Sums run in fp32, or in fp64 for fp64 inputs. A query's result does not depend on the other
     rows of the batch nor on how its prompt was cut into chunks (bit-equal in fp32 on a CPU):
     the online softmax visits chunks of 512 entries from entry 0, and padding adds exact zeros.
-    Summaries stand before entry 0, in a length that depends on them alone, so the same softmax
-    joins both by log-sum-exp.
+    Summaries (with `int4` in the blocks of `attention.int4`) stand before entry 0, in a length that
+    depends on them alone, so the same softmax joins both by log-sum-exp.
     """
     lines: list[int] = summary_rows.tolist() or [-1] * kv_lens.shape[0]
-    pieces: dict[int, list[SummaryPiece | None]] = {}
-    if sliding_window <= 0 and max(lines, default=-1) >= 0:
-        summaries = summary_plan(kv, summary_table, summary_lens, q.dtype)
-        pieces = {line: found for line in lines if line >= 0 and (found := summaries.pieces(line))}
+    pieces = _pieces(lines, kv, summary_table, summary_lens, q.dtype) if sliding_window <= 0 else {}
     lines = [line if line in pieces else -1 for line in lines]
     plan = plan_for(q, kv, cu_seqlens_q, kv_lens, page_table, slot_mapping, lines, sliding_window)
     _write(k, v, kv, kv_scales, layer, plan)
@@ -66,9 +66,10 @@ def paged_attention(
         for gather in plan.decode:
             rows = _decode(q, _read(kv, kv_scales, layer, gather, q.dtype), gather, gather.mask, scale)
             _place(rows, gather, out, lse)
+        read = _read_int4 if int4 else _read_folded
         for gather in plan.folded:
             piece = pieces[gather.rows[0].summary][layer]
-            context, mask = _read_folded(kv, kv_scales, bias, layer, gather, piece, q.dtype)
+            context, mask = read(kv, kv_scales, bias, layer, gather, piece, q.dtype)
             if gather.rows[0].q_len == 1:
                 _place(_decode(q, context, gather, _joined(mask, gather, context), scale), gather, out, lse)
             else:
@@ -77,6 +78,16 @@ def paged_attention(
         _sink(query_sink_rows, q, query_sink[layer])
         _sink(query_sink_rows, lse, lse_sink[layer])
     return out, lse
+
+
+def _pieces(
+    lines: list[int], kv: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype
+) -> dict[int, list[SummaryPiece | None]]:
+    """What the lines that are named and have summaries hold, by layer."""
+    if max(lines, default=-1) < 0:
+        return {}
+    summaries = summary_plan(kv, table, lengths, dtype)
+    return {line: found for line in lines if line >= 0 and (found := summaries.pieces(line))}
 
 
 def _sink(tokens: Tensor, source: Tensor, target: Tensor) -> None:
@@ -129,28 +140,69 @@ def _read_folded(
     Returns keys and values `[2, 1, Hkv, S + length, D]`, zero where nothing may be seen, and the
     additive mask `[1, Hkv, 1, S]` of the summaries: β at an entry, -inf where there is none.
     """
-    _, _, num_heads, _, page_size, head_dim = kv.shape
-    row = gather.rows[0]
-    ahead = 0 if piece is None else piece.length
-    total = padded(ahead + row.kv_len)
-    blocks = gather.blocks[:, 0, :, : (total - ahead) // page_size] + layer * (2 * num_heads)
-    if piece is not None:
-        blocks = torch.cat([piece.blocks, blocks], dim=2)
-    context = memory.load(kv, kv_scales, 0, blocks.reshape(-1), dtype).view(2, 1, num_heads, total, head_dim)
-    # Behind its last page the row's own first page is repeated, which has a stale tail if it is the only one.
-    end = ahead + row.kv_len
-    context[:, :, :, end : total if row.kv_len < page_size else end + -row.kv_len % page_size] = 0
+    page_size, head_dim = kv.shape[4], kv.shape[5]
     if piece is None:
-        return context, context.new_zeros(1, num_heads, 1, 0)
+        return _read_behind(kv, kv_scales, layer, gather, None, 0, dtype), kv.new_zeros(1, kv.shape[2], 1, 0).to(dtype)
+    context = _read_behind(kv, kv_scales, layer, gather, piece.blocks, piece.length, dtype)
     if not bias.numel():
         if piece.stale_entries.numel():
-            stale = torch.add(piece.stale_entries, piece.stale_heads, alpha=total)
+            stale = torch.add(piece.stale_entries, piece.stale_heads, alpha=context.shape[3])
             context.view(2, -1, head_dim).index_fill_(1, stale, 0)
         return context, piece.mask
-    beta = bias.view(-1, page_size).index_select(0, piece.blocks[0].view(-1) // 2).view(piece.mask.shape)
-    hidden = (piece.mask < 0) | (beta == -torch.inf)
-    context[:, :, :, :ahead].masked_fill_(hidden.transpose(2, 3), 0)
-    return context, beta.to(dtype).masked_fill_(hidden, -torch.inf)
+    beta = bias.view(-1, page_size).index_select(0, piece.numbers).view(piece.mask.shape)
+    return context, _hide(context[:, :, :, : piece.length], beta, piece.mask)
+
+
+def _read_int4(
+    kv: Tensor,
+    kv_scales: Tensor,
+    bias: Tensor,
+    layer: int,
+    gather: Gather,
+    piece: SummaryPiece | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """As `_read_folded`, of summaries in int4 blocks; there is no plane of β."""
+    if piece is None:
+        return _read_folded(kv, kv_scales, bias, layer, gather, None, dtype)
+    raw = _read_behind(kv, kv_scales, layer, gather, None, piece.length, dtype)
+    layout, blocks = four_bits.Layout(kv.shape[4], kv.shape[5]), four_bits.blocks_of(kv)
+    found = blocks[piece.numbers // blocks.shape[1], piece.numbers % blocks.shape[1]].view(
+        kv.shape[2], -1, blocks.shape[2]
+    )
+    context = raw.new_empty(*raw.shape[:3], piece.length + raw.shape[3], raw.shape[4])
+    context[:, :, :, piece.length :] = raw
+    summary = context[:, :, :, : piece.length]
+    beta = four_bits.unpack_into(summary[:, 0].unflatten(2, (-1, layout.page_size)), found, layout)
+    return context, _hide(summary, beta.reshape(piece.mask.shape), piece.mask)
+
+
+def _read_behind(
+    kv: Tensor, kv_scales: Tensor, layer: int, gather: Gather, ahead: Tensor | None, places: int, dtype: torch.dtype
+) -> Tensor:
+    """Keys and values `[2, 1, Hkv, n, D]` of the head blocks `ahead` `[2, Hkv, P]` and a row's raw entries.
+
+    `places` are all entries before the raw ones, of which `ahead` may be None.
+    """
+    _, _, num_heads, _, page_size, head_dim = kv.shape
+    row = gather.rows[0]
+    total = padded(places + row.kv_len) - places
+    blocks = gather.blocks[:, 0, :, : total // page_size] + layer * (2 * num_heads)
+    if ahead is not None:
+        blocks = torch.cat([ahead, blocks], dim=2)
+    context = memory.load(kv, kv_scales, 0, blocks.reshape(-1), dtype).view(2, 1, num_heads, -1, head_dim)
+    # Behind its last page the row's own first page is repeated, which has a stale tail if it is the only one.
+    stale = total - row.kv_len if row.kv_len < page_size else -row.kv_len % page_size
+    first = context.shape[3] - total + row.kv_len
+    context[:, :, :, first : first + stale] = 0
+    return context
+
+
+def _hide(rows: Tensor, beta: Tensor, mask: Tensor) -> Tensor:
+    """Zero summary `rows` `[2, 1, Hkv, S, D]` that may not be seen; their additive mask `[1, Hkv, 1, S]`."""
+    hidden = (mask < 0) | (beta == -torch.inf)
+    rows.masked_fill_(hidden.transpose(2, 3), 0)
+    return beta.to(rows.dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _joined(mask: Tensor, gather: Gather, context: Tensor) -> Tensor:

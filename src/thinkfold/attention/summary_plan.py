@@ -22,12 +22,14 @@ class SummaryPiece(NamedTuple):
     """All summary entries of a line in one layer: `length` places a head, the first ones in use.
 
     `length` is the most entries of a head, rounded up: it depends on nothing but the line itself.
-    `blocks` `[2, Hkv, P]` are key and value blocks, rows of kv seen as `[-1, page_size * D]`;
+    `numbers` `[Hkv * P]` are its blocks as the table has them, `blocks` `[2, Hkv, P]` their keys and values where they
+    are head blocks: rows of kv seen as `[-1, page_size * D]`;
     `stale_heads`, `stale_entries` `[s]` are places behind a head's end that may hold anything;
     `mask` `[1, Hkv, 1, length]` is 0 at entries and -inf elsewhere.
     """
 
     length: int
+    numbers: Tensor
     blocks: Tensor
     stale_heads: Tensor
     stale_entries: Tensor
@@ -96,6 +98,7 @@ class SummaryPlan:
         heads, places = np.nonzero(outside & ((entries < used * page_size) | (used <= 1)))
         return SummaryPiece(
             length,
+            torch.from_numpy(ids.reshape(-1)).to(self.device),
             torch.from_numpy(np.stack([2 * ids, 2 * ids + 1])).to(self.device),
             torch.from_numpy(heads).to(self.device),
             torch.from_numpy(places).to(self.device),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinkfold.attention.fp8 import FP8
+from thinkfold.attention.int4 import Layout
 from thinkfold.attention.triton_merge import merge
 from thinkfold.attention.triton_splits import MIN_SPLIT, attend_splits
 from thinkfold.attention.triton_store import TILE_FIELDS, store
@@ -23,6 +24,7 @@ PROGRAMS = 512
 MAX_SPLITS = 64
 # Most rows have no summary or a short one; an empty split costs a program.
 MAX_SUMMARY_SPLITS = 8
+MAX_INT4_SPLITS = 32  # there whole segments wait that were quantised and not folded
 LOG2_E = 1 / math.log(2)
 LEAST_DOT = 16  # `tl.dot` takes no smaller dimension
 
@@ -66,11 +68,14 @@ def paged_attention(
     query_sink_rows: Tensor,
     query_sink: Tensor,
     lse_sink: Tensor,
+    *,
+    int4: bool,
 ) -> tuple[Tensor, Tensor]:
     """Write, then attend; see `thinkfold.attention.ops.paged_attention` for shapes and meaning.
 
     Scores and sums are fp32; weights are rounded to the dtype of q (to bfloat16 for an fp8 kv and a
-    float16 q) before they meet the values. Raises ValueError for a dtype that it has no kernel for.
+    float16 q) before they meet the values. `int4`: summaries lie in the blocks of `attention.int4`.
+    Raises ValueError for a dtype that it has no kernel for.
     """
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"the triton body computes in float32, bfloat16 or float16, got q of {q.dtype}")
@@ -79,18 +84,25 @@ def paged_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not kv_lens.numel() or not q.numel():
         return out.zero_(), lse.fill_(-torch.inf)
-    shapes = _shapes(q, kv, page_table, summary_rows, summary_table, sliding_window)
+    most = MAX_INT4_SPLITS if int4 else MAX_SUMMARY_SPLITS
+    shapes = _shapes(q, kv, page_table, summary_rows, summary_table, sliding_window, most)
     # Triton launches on the current device, which may be another one.
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         tiles = _store(k, v, kv, kv_scales, layer, slot_mapping, cu_seqlens_q, kv_lens, shapes)
         tables = (tiles, page_table.contiguous(), summary_rows, summary_table.contiguous(), summary_lens.contiguous())
-        parts = _attend(q, kv, kv_scales, bias, layer, tables, scale, sliding_window, shapes)
+        parts = _attend(q, kv, kv_scales, bias, layer, tables, scale, sliding_window, shapes, int4=int4)
         _merge(q, parts, cu_seqlens_q, layer, (query_sink_rows, query_sink, lse_sink), (out, lse), shapes)
     return out, lse
 
 
 def _shapes(
-    q: Tensor, kv: Tensor, page_table: Tensor, summary_rows: Tensor, summary_table: Tensor, window: int
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    summary_rows: Tensor,
+    summary_table: Tensor,
+    window: int,
+    summary_splits: int,
 ) -> Shapes:
     """Row b's tiles begin at (its first token + b (tokens - 1)) // tokens, so that no tile holds two rows."""
     num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
@@ -103,7 +115,7 @@ def _shapes(
     raw = _splits(tiles * num_heads, min(entries, window + tokens) if window > 0 else entries, MAX_SPLITS)
     folded = window <= 0 and summary_rows.shape[0] and summary_table.shape[1]
     room = summary_table.shape[3] * page_size if folded else 0
-    summaries = _splits(tiles * num_heads, room, MAX_SUMMARY_SPLITS) if room else 0
+    summaries = _splits(tiles * num_heads, room, summary_splits) if room else 0
     return Shapes(blocks, tokens, tiles, raw, raw + summaries)
 
 
@@ -182,6 +194,8 @@ def _attend(
     scale: float,
     window: int,
     shapes: Shapes,
+    *,
+    int4: bool,
 ) -> tuple[Tensor, Tensor]:
     """`tables` are the tiles and the four tables of raw and summary; returns out and LSE of all splits."""
     _, num_layers, num_heads, _, page_size, head_dim = kv.shape
@@ -215,6 +229,7 @@ def _attend(
         BLOCK_M=blocks.lines,
         BLOCK_N=blocks.entries,
         FP8=kv.dtype == FP8,
+        INT4=Layout(page_size, head_dim).groups if int4 else 0,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )

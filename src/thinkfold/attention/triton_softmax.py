@@ -9,7 +9,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _softmax_step(scores, largest, total):
+def softmax_step(scores, largest, total):
     """One step of the online softmax to base 2; a NaN score makes its row NaN for good."""
     new = tl.maximum(largest, tl.max(scores, 1))
     safe = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
@@ -97,7 +97,7 @@ def attend(
         if SUMMARY:
             scores += beta[None, :] * _LOG2_E
         visible = valid[None, :] & (entries[None, :] >= oldest[:, None]) & (entries[None, :] < newest[:, None])
-        weights, largest, total, fade = _softmax_step(tl.where(visible, scores, -float("inf")), largest, total)
+        weights, largest, total, fade = softmax_step(tl.where(visible, scores, -float("inf")), largest, total)
         acc *= fade[:, None]
         rows += PAGE_SIZE
         if PAIRED:

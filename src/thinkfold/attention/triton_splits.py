@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thinkfold.attention.triton_int4 import attend_int4
 from thinkfold.attention.triton_softmax import attend
 
 # A split reads at least this many entries, so that a short row is not cut into crumbs.
@@ -81,6 +82,17 @@ def _summary(table, length, seen, part, parts, BLOCK_N: tl.constexpr):
     return table, 1, 0, 0, low, high, tl.zeros_like(seen), tl.zeros_like(seen) + length
 
 
+@triton.jit
+def _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
+    """Store what one split came to for the queries that are `real`; LANES is HEAD_DIM as `tl.dot` takes it."""
+    largest, total, acc = parts
+    at = numbers * num_splits + split
+    tl.store(lse + at, tl.where(total == 0, -float("inf"), largest + tl.log2(total)), mask=real)
+    dims = tl.arange(0, LANES)
+    shown = (real & (total != 0))[:, None] & (dims[None, :] < HEAD_DIM)
+    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=shown)
+
+
 @triton.jit(
     do_not_specialize=[*_OF_A_STEP, "layer", "window", "with_bias"],
     do_not_specialize_on_alignment=["page_table", "summary_rows", "summary_table", "summary_lens"],
@@ -115,11 +127,12 @@ def attend_splits(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
+    INT4: tl.constexpr,
 ):
     """Tile, KV head and split of the grid `[tiles, Hkv, splits]`: the first `raw_splits` read raw entries.
 
-    Writes out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not
-    written) of the tile's tokens. `scale` is to base 2, `window` 0 is none.
+    Writes out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's
+    tokens. `scale` is to base 2, `window` 0 is none. `INT4`: a value's groups if summaries lie in int4 blocks, else 0.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * 4
     head = tl.program_id(1)
@@ -137,11 +150,10 @@ def attend_splits(
         length = tl.load(summary_lens + at, mask=tl.load(summary_rows + row) >= 0, other=0)
         table = summary_table + at * summary_width
         span = _summary(table, length, seen, split - raw_splits, num_splits - raw_splits, BLOCK_N)
-        beta = with_bias
-        parts = attend(queries, span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, True)
-    largest, total, acc = parts
-    at = numbers * num_splits + split
-    tl.store(lse + at, tl.where(total == 0, -float("inf"), largest + tl.log2(total)), mask=real)
-    dims = tl.arange(0, LANES)  # HEAD_DIM rounded up to what `tl.dot` takes
-    shown = (real & (total != 0))[:, None] & (dims[None, :] < HEAD_DIM)
-    tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=shown)
+        if INT4 > 0:
+            heads: tl.constexpr = NUM_LAYERS * NUM_HEADS
+            parts = attend_int4(queries, span, kv, scale, heads, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
+        else:
+            b = with_bias
+            parts = attend(queries, span, kv, kv_scales, bias, scale, b, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, True)
+    _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)

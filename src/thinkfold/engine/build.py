@@ -84,6 +84,7 @@ def _memory(runner: ModelRunner, config: EngineConfig, reserve: int) -> KVManage
         config.page_size,
         enable_prefix_caching=config.enable_prefix_caching,
         num_heads=runner.num_layers * runner.num_kv_heads,
+        page_blocks=runner.budgets.page_blocks,
         reserve_pages=reserve,
         host_pages=runner.host_pages,
     )

@@ -41,4 +41,4 @@ def reserve_pages(budgets: FoldBudgets, config: EngineConfig, num_pages: int) ->
     _, numbers = config.fold_numbers
     counts = budgets.counts(numbers.entries, numbers.max_segment_tokens, config.page_size)
     blocks = sum(-(-count // config.page_size) for count in counts)
-    return min(-(-blocks // len(counts)), num_pages // 4)
+    return min(-(-blocks // (budgets.page_blocks or len(counts))), num_pages // 4)

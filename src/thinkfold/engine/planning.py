@@ -119,7 +119,7 @@ class Planner:
                 f"{config.max_num_seqs} take {fold_bytes / 1e9:.1f} and the rest {card.overhead / 1e9:.1f}: "
                 "nothing is left for KV",
             )
-        reserve = reserve_pages(fold_budgets(self._model), config, pages)
+        reserve = reserve_pages(memory.budgets, config, pages)
         return Pool(self._weights.total, fold_bytes, memory.page_bytes, config.page_size, pages, reserve)
 
     def outlook(self, pool: Pool, load: Load, policy: FoldMode) -> Outlook:

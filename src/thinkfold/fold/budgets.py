@@ -23,7 +23,8 @@ class FoldBudgets:
     `weights` say how the entries of a fold are shared out, one number a head, mean 1; empty without a table.
     `conclusion` entries go to every head before that, unless they would take more than half of the budget from heads
     that may need all of it. `mass` says how many of a head's entries are pooled ones that stand for all it lost; empty
-    means none.
+    means none. `page_blocks`, if not 0, are the blocks of `page_size` entries that a page holds where summaries are
+    kept in fewer bits: then a fold keeps as many entries as fill the bytes of those it was asked for.
     """
 
     num_layers: int
@@ -31,6 +32,7 @@ class FoldBudgets:
     weights: tuple[float, ...] = ()
     conclusion: int = 0
     mass: tuple[int, ...] = ()
+    page_blocks: int = 0
 
     @classmethod
     def load(cls, path: Path | None, num_layers: int, num_kv_heads: int) -> FoldBudgets:
@@ -60,20 +62,20 @@ class FoldBudgets:
         return {"mass": self.mass} if selector == OWN and self.mass else {}
 
     def counts(self, entries: int, tokens: int, page_size: int) -> list[int]:
-        """Entries of each head in a fold of `tokens` tokens to `entries` a head on average, never more than that.
+        """Entries of each head in a fold of `tokens` tokens to the memory of `entries` a head, never more than that.
 
-        By the table in whole head blocks of `page_size` entries, and in no head more of them than `tokens` fill;
-        without one exactly `min(entries, tokens)` in every head.
+        By the table in whole blocks of `page_size` entries, and in no head more of them than `tokens` fill; without one
+        as nearly the same in every head as those blocks allow, and exactly `min(entries, tokens)` in head blocks.
         """
         heads = self.num_layers * self.num_kv_heads
-        if not self.calibrated:
+        if not self.calibrated and not self.page_blocks:
             return [min(entries, tokens)] * heads
         cap = tokens // page_size
-        blocks = min(entries * heads // page_size, cap * heads)
+        blocks = min(entries * (self.page_blocks or heads) // page_size, cap * heads)
         first = min(-(-self.conclusion // page_size), cap)
         if blocks < 2 * first * heads:
             first = 0
-        shared = apportion(self.weights, blocks - first * heads, cap - first)
+        shared = apportion(self.weights or [1.0] * heads, blocks - first * heads, cap - first)
         return [(first + given) * page_size for given in shared]
 
 

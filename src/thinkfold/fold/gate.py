@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from thinkfold.fold.compaction import local_attention, segment_share
-from thinkfold.fold.segments import Segments, Summary, attend
+from thinkfold.fold.segments import Entries, Segments, Summary, attend
 
 
-def estimate(held_out: Segments, summary: Summary) -> Tensor:
+def estimate(held_out: Segments, summary: Summary | Entries) -> Tensor:
     """Relative error of the attention output over the whole context, one number in `[0, 1]` a fold, `[F]`.
 
-    `held_out` holds the segments with queries that the selector has not seen; only the late ones are read. With o_B and
+    `held_out` holds the segments with queries that the selector has not seen; only the late ones are read. Where memory
+    keeps a summary in fewer bits, its entries as they read back stand in its place. With o_B and
     ρ a segment's output and share of the softmax, o_R the output over the rest, and hats for a summary in its place,
 
         o = ρ o_B + (1 − ρ) o_R,    ô − o = ρ̂ (ô_B − o_B) + (ρ̂ − ρ)(o_B − o_R)
@@ -27,7 +28,8 @@ def estimate(held_out: Segments, summary: Summary) -> Tensor:
     rows = held_out.late_queries
     shares, lse = local_attention(rows, held_out.keys, held_out.scale)
     output = shares @ held_out.values
-    folded, folded_lse = attend(rows, summary.entries(held_out.keys, held_out.values), held_out.scale)
+    left = summary.entries(held_out.keys, held_out.values) if isinstance(summary, Summary) else summary
+    folded, folded_lse = attend(rows, left, held_out.scale)
     share = segment_share(held_out)[..., : rows.shape[-2]].clamp(max=1.0 - torch.finfo(rows.dtype).eps)
     folded_share = (folded_lse - lse + share.logit()).sigmoid()
 

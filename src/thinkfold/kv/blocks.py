@@ -1,7 +1,8 @@
 """Head blocks lent one by one out of pages of class `summary`, with reference counts.
 
-A block is a place of `page_size` entries of one KV head of one layer; block id = page * num_heads
-+ index. Any head of any branch may hold any block of an open page.
+A block is a place of `page_size` entries of one KV head of one layer; block id = page * page_blocks
++ index. A page has as many blocks as there are heads, or more where summaries are kept in fewer bits.
+Any head of any branch may hold any block of an open page.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class HeadBlocks:
     launched before its release has finished.
     """
 
-    def __init__(self, pool: PagePool, num_heads: int) -> None:
+    def __init__(self, pool: PagePool, page_blocks: int) -> None:
         self._pool = pool
-        self._num_heads = num_heads
+        self._page_blocks = page_blocks
         self._pages: dict[int, _OpenPage] = {}
         self._quarantine: Quarantine[tuple[_OpenPage, int]] = Quarantine()
         self._num_free = 0  # blocks that open pages can lend now
@@ -43,12 +44,12 @@ class HeadBlocks:
 
     def refs(self, block: int) -> int:
         """How many hold a lent block."""
-        page, index = divmod(block, self._num_heads)
+        page, index = divmod(block, self._page_blocks)
         return self._pages[page].refs[index]
 
     def pages_for(self, blocks: int) -> int:
         """Pages that `blocks` blocks fill."""
-        return -(-blocks // self._num_heads)
+        return -(-blocks // self._page_blocks)
 
     def pages_needed(self, count: int) -> int:
         """Pages that `allocate(count)` would open."""
@@ -69,20 +70,20 @@ class HeadBlocks:
             for _ in range(taken):
                 index = page.free.pop()
                 page.refs[index] = 1
-                blocks.append(page.page * self._num_heads + index)
+                blocks.append(page.page * self._page_blocks + index)
             page.lent += taken
         self._num_free -= count
         return blocks
 
     def retain(self, block: int) -> None:
         """Add a holder to a block that somebody holds already."""
-        page, index = divmod(block, self._num_heads)
+        page, index = divmod(block, self._page_blocks)
         assert self._pages[page].refs[index] > 0, f"block {block} is not lent"
         self._pages[page].refs[index] += 1
 
     def release(self, block: int, after_step: int) -> None:
         """Drop one reference; the block can be lent again once `after_step` has finished."""
-        number, index = divmod(block, self._num_heads)
+        number, index = divmod(block, self._page_blocks)
         page = self._pages[number]
         page.refs[index] -= 1
         if page.refs[index] > 0:
@@ -102,7 +103,7 @@ class HeadBlocks:
 
     def _open(self) -> _OpenPage:
         number = self._pool.allocate(PageClass.SUMMARY)
-        count = self._num_heads
+        count = self._page_blocks
         page = self._pages[number] = _OpenPage(number, [0] * count, list(range(count - 1, -1, -1)))
         self._num_free += count
         return page
@@ -126,10 +127,10 @@ class HeadBlocks:
             assert page.lent == sum(refs > 0 for refs in page.refs), f"page {number} miscounts what it lent"
             assert len(set(page.free)) == len(page.free), f"page {number} has a block free twice"
             assert all(page.refs[index] == 0 for index in page.free), f"page {number} has a lent block free"
-            lost = self._num_heads - page.lent - len(page.free) - waiting[number]
+            lost = self._page_blocks - page.lent - len(page.free) - waiting[number]
             assert lost == 0, f"page {number} has lost {lost} blocks"
             for index, refs in enumerate(page.refs):
-                block = number * self._num_heads + index
+                block = number * self._page_blocks + index
                 assert refs == held.pop(block, 0), f"block {block}: {refs} references, not as many holders"
         assert not held, f"blocks {sorted(held)} are held and belong to no open page"
         assert self._num_free == sum(len(p.free) for p in self._pages.values()), "free blocks are miscounted"

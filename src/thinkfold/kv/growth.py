@@ -37,8 +37,11 @@ class GrowthPlan:
     def num_blocks(self) -> int:
         return sum(self.new) + sum(self.copied)
 
-    def grow(self, blocks: Iterable[int]) -> tuple[SummaryTable, SummaryGrowth]:
-        """The longer summary, with `num_blocks` fresh blocks; lists of the old one stay as they are."""
+    def grow(self, blocks: Iterable[int], share: float = 1.0) -> tuple[SummaryTable, SummaryGrowth]:
+        """The longer summary, with `num_blocks` fresh blocks; lists of the old one stay as they are.
+
+        `share` of a raw entry's memory is what one of its entries takes.
+        """
         heads = range(len(self.counts))
         starts = self.summary.lengths or [0 for _ in heads]
         held = self.summary.blocks or [[] for _ in heads]
@@ -51,7 +54,7 @@ class GrowthPlan:
                 kept = [*kept[:-1], growth.copies[-1][2]]
             growth.new_blocks.append([next(fresh) for _ in range(self.new[head])])
             lists.append(kept + growth.new_blocks[-1])
-        return SummaryTable(lists, [starts[head] + self.counts[head] for head in heads]), growth
+        return SummaryTable(lists, [starts[head] + self.counts[head] for head in heads], share), growth
 
 
 def written_blocks(summary: SummaryTable, growth: SummaryGrowth, page_size: int) -> list[int]:

@@ -11,10 +11,10 @@ from thinkfold.kv.pages import PageClass, PagePool
 class HostTier:
     """Host pages and host head blocks by the same arithmetic as on the device; nothing is shared here."""
 
-    def __init__(self, num_pages: int, num_heads: int) -> None:
+    def __init__(self, num_pages: int, page_blocks: int) -> None:
         self.num_pages = num_pages
         self._pool = PagePool(num_pages)
-        self._blocks = HeadBlocks(self._pool, num_heads)
+        self._blocks = HeadBlocks(self._pool, page_blocks)
 
     @property
     def num_used(self) -> int:

@@ -8,6 +8,8 @@ except where it is told token ids to match or publish a raw prefix.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from thinkfold.errors import ParameterError
 from thinkfold.kv.blocks import HeadBlocks
@@ -16,6 +18,7 @@ from thinkfold.kv.host_tier import HostTier
 from thinkfold.kv.pages import PageClass, PagePool
 from thinkfold.kv.prefixes import SharedPrefixes
 from thinkfold.kv.radix import Namespace
+from thinkfold.kv.room import Room
 from thinkfold.kv.summary import SummaryGrowth, SummaryTable
 from thinkfold.kv.table import HostPlaces, PageTable
 from thinkfold.kv.work import KVWork, WorkList
@@ -24,8 +27,8 @@ from thinkfold.kv.work import KVWork, WorkList
 class KVManager:
     """Memory for branches out of one pool of pages, with an optional shared prefix tree.
 
-    Pages opened for summaries lend one head block for each of the `num_heads` (layer, KV head)
-    pairs. `reserve_pages` are for summaries only, so that a fold succeeds when nothing else is
+    Pages opened for summaries lend `page_blocks` head blocks, one for each of the `num_heads` (layer, KV head)
+    pairs where it is 0. `reserve_pages` are for summaries only, so that a fold succeeds when nothing else is
     free; what returns fills them up first. `host_pages` is the size of the host tier.
     """
 
@@ -36,6 +39,7 @@ class KVManager:
         *,
         enable_prefix_caching: bool,
         num_heads: int = 1,
+        page_blocks: int = 0,
         reserve_pages: int = 0,
         host_pages: int = 0,
     ) -> None:
@@ -45,9 +49,12 @@ class KVManager:
         self.num_heads = num_heads
         self.reserve_pages = reserve_pages
         self._pool = PagePool(num_pages)
-        self._blocks = HeadBlocks(self._pool, num_heads)
+        page_blocks = page_blocks or num_heads
+        self.summary_share = num_heads / page_blocks  # of a raw entry's memory that one of a summary takes
+        self._blocks = HeadBlocks(self._pool, page_blocks)
         self.prefixes = SharedPrefixes(self._pool, page_size, enabled=enable_prefix_caching)
-        self._host = HostTier(host_pages, num_heads)
+        self._room = Room(self._pool, self.prefixes, self._blocks, reserve_pages)
+        self._host = HostTier(host_pages, page_blocks)
         self._work = WorkList()
         self._launched = -1  # the last launched step: it may still read what is released now
 
@@ -63,7 +70,7 @@ class KVManager:
     @property
     def num_available(self) -> int:
         """Pages that raw entries can have now: free ones and idle ones of the prefix tree over the reserve."""
-        return max(0, self._pool.num_free + self._pool.num_idle - self.reserve_pages)
+        return self._room.available
 
     @property
     def num_spare(self) -> int:
@@ -73,9 +80,7 @@ class KVManager:
     @property
     def num_returning(self) -> int:
         """Pages that become available when the steps in flight, and the one being planned, have finished."""
-        pool = self._pool
-        later = pool.num_free + pool.num_idle + pool.num_quarantined - self.reserve_pages
-        return max(0, later) - self.num_available
+        return self._room.returning
 
     @property
     def has_work(self) -> bool:
@@ -124,8 +129,8 @@ class KVManager:
         """
         assert not table.swapped, "a branch on the host cannot grow"
         copies = self._must_copy(table)
-        needed = max(0, self.pages_for(table.kv_len + new_entries) - len(table.pages)) + copies
-        if needed and not self._make_room(needed, self.reserve_pages):
+        needed = self.pages_needed(table, new_entries)
+        if needed and not self._room.make(needed):
             return False
         index = table.kv_len // self.page_size
         table.shared = min(table.shared, index)  # a page written to is the table's own
@@ -158,7 +163,7 @@ class KVManager:
         target.parted = source.parted
         target.gaps = [gap for gap in source.gaps if gap * self.page_size <= entries]
         target.summary = source.summary.upto(source.summary.lengths if lengths is None else lengths, self.page_size)
-        for block in _flat(target.summary.blocks):
+        for block in chain.from_iterable(target.summary.blocks):
             self._blocks.retain(block)
 
     def publish(self, table: PageTable, namespace: Namespace, token_ids: Sequence[int], written: int) -> None:
@@ -175,7 +180,7 @@ class KVManager:
         """Return everything a branch holds, on the device and on the host."""
         self._release_device(table)
         if table.host is not None:
-            self._release_host(table.host.pages, _flat(table.host.blocks))
+            self._release_host(table.host.pages, chain.from_iterable(table.host.blocks))
         self._release_host(table.offload_pages, [])
         table.host, table.offload_pages = None, []
         table.summary, table.gaps = SummaryTable(), []
@@ -212,9 +217,9 @@ class KVManager:
         pages = self._span(table, first_page, num_pages)
         plan = self._growth(table, counts)
         last = [blocks[-1] for blocks in table.summary.blocks if blocks]
-        if self._work.fills(pages, last) or not self._make_block_room(plan.num_blocks):
+        if self._work.fills(pages, last) or not self._room.make_for_blocks(plan.num_blocks):
             return None
-        table.summary, growth = plan.grow(self._blocks.allocate(plan.num_blocks))
+        table.summary, growth = plan.grow(self._blocks.allocate(plan.num_blocks), self.summary_share)
         read = [source for _, source, _ in growth.copies]
         self._work.fold(pages, read, written_blocks(table.summary, growth, self.page_size))
         for block in read:
@@ -230,10 +235,10 @@ class KVManager:
         """Replace full raw pages by what `source` has put in the place of equal ones: its first `lengths` entries."""
         self._span(table, first_page, num_pages)
         summary, before = source.summary.upto(lengths, self.page_size), table.summary
-        for block in _flat(summary.blocks):
+        for block in chain.from_iterable(summary.blocks):
             self._blocks.retain(block)
         table.summary = summary
-        for block in _flat(before.blocks):
+        for block in chain.from_iterable(before.blocks):
             self._release_block(block)
         self.drop_pages(table, first_page, num_pages)
 
@@ -261,31 +266,31 @@ class KVManager:
         or if that step has memory work that writes to it (`settled`).
         """
         assert not table.swapped, "a branch is swapped out once"
-        blocks = list(_flat(table.summary.blocks))
+        blocks = list(chain.from_iterable(table.summary.blocks))
         stored = self.pages_for(table.kv_len)
         if not self.settled(table) or not self._host.fits(stored, len(blocks)):
             return False
         places = iter(self._host.take_blocks(len(blocks)))
         host = HostPlaces([], [[next(places) for _ in head] for head in table.summary.blocks])
-        for block, place in zip(blocks, _flat(host.blocks), strict=True):
+        for block, place in zip(blocks, chain.from_iterable(host.blocks), strict=True):
             self._work.block_out(block, place)
         host.pages = self._pages_out(table.pages[:stored])
         self._release_device(table)
         table.host = host
-        table.summary = SummaryTable([[] for _ in table.summary.lengths], table.summary.lengths)
+        table.summary = replace(table.summary, blocks=[[] for _ in table.summary.lengths])
         return True
 
     def swap_in(self, table: PageTable, headroom: int) -> bool:
         """Bring a branch back to fresh pages of its own, with `headroom` pages left available; else False."""
         host = table.host
         assert host is not None, "only a branch that was swapped out comes back"
-        blocks = list(_flat(host.blocks))
+        blocks = list(chain.from_iterable(host.blocks))
         needed = len(host.pages) + self._blocks.pages_needed(len(blocks))
-        if needed + headroom > self.num_available or not self._make_room(needed, self.reserve_pages):
+        if needed + headroom > self.num_available or not self._room.make(needed):
             return False
         fresh = iter(self._blocks.allocate(len(blocks)))
-        table.summary = SummaryTable([[next(fresh) for _ in head] for head in host.blocks], table.summary.lengths)
-        for place, block in zip(blocks, _flat(table.summary.blocks), strict=True):
+        table.summary = replace(table.summary, blocks=[[next(fresh) for _ in head] for head in host.blocks])
+        for place, block in zip(blocks, chain.from_iterable(table.summary.blocks), strict=True):
             self._work.block_in(place, block)
         table.pages = [self._pool.allocate(self._host.class_of(place)) for place in host.pages]
         for place, page in zip(host.pages, table.pages, strict=True):
@@ -296,7 +301,7 @@ class KVManager:
 
     def settled(self, table: PageTable) -> bool:
         """Whether the step being planned has no memory work that writes to the branch's memory."""
-        return not self._work.writes(table.pages, _flat(table.summary.blocks))
+        return not self._work.writes(table.pages, chain.from_iterable(table.summary.blocks))
 
     def clear_cache(self) -> None:
         """Drop every idle page of the prefix tree."""
@@ -316,18 +321,6 @@ class KVManager:
         self._pool.finish_step(step)
         self._blocks.finish_step(step)
         self._host.finish_step(step)
-
-    def _make_room(self, pages: int, keep: int) -> bool:
-        """Have `pages` free pages and `keep` more, if need be by dropping idle ones of the prefix tree."""
-        missing = pages + keep - self._pool.num_free
-        if pages == 0 or missing <= 0:
-            return True
-        return self.prefixes.evict(missing) and pages + keep <= self._pool.num_free  # evicted pages may still be read
-
-    def _make_block_room(self, blocks: int) -> bool:
-        """Have pages for so many head blocks; the reserve comes after the tree's idle pages."""
-        pages = self._blocks.pages_needed(blocks)
-        return self._make_room(pages, self.reserve_pages) or self._make_room(pages, 0)
 
     def _span(self, table: PageTable, first_page: int, num_pages: int) -> list[int]:
         """The pages of a span that may leave the table."""
@@ -366,7 +359,7 @@ class KVManager:
         self._shorten(table, 0)
         table.published = 0
         table.parted = False
-        for block in _flat(table.summary.blocks):
+        for block in chain.from_iterable(table.summary.blocks):
             self._release_block(block)
 
     def _release_host(self, pages: Iterable[int], blocks: Iterable[int]) -> None:
@@ -386,15 +379,11 @@ class KVManager:
         """Raise AssertionError unless pools, tree, head blocks and the given tables agree."""
         tables = list(tables)
         self._pool.check_integrity([*(t.pages for t in tables), self.prefixes.pages(), self._blocks.pages()])
-        self._blocks.check_integrity(_flat(t.summary.blocks) for t in tables)
+        self._blocks.check_integrity(chain.from_iterable(t.summary.blocks) for t in tables)
         places = [t.host for t in tables if t.host is not None]
         host_pages = [*(h.pages for h in places), *(t.offload_pages for t in tables)]
-        self._host.check_integrity(host_pages, (_flat(h.blocks) for h in places))
+        self._host.check_integrity(host_pages, (chain.from_iterable(h.blocks) for h in places))
         for table in tables:
             table.check_integrity(self.page_size)
             assert all(self._pool.in_tree(page) for page in table.pages[: table.published]), "a published page is lost"
         self.prefixes.check_integrity()
-
-
-def _flat(lists: Iterable[Iterable[int]]) -> Iterable[int]:
-    return (item for items in lists for item in items)

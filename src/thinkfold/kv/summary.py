@@ -13,21 +13,22 @@ class SummaryTable:
     """All summary entries of a branch: per head its head blocks in order and the entries they hold.
 
     Entries of later folds follow those of earlier ones without a gap, so only a head's last
-    block can be partly filled.
+    block can be partly filled. An entry takes `share` of the memory of a raw one.
     """
 
     blocks: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    share: float = 1.0
 
     def upto(self, lengths: list[int], page_size: int) -> SummaryTable:
         """The first `lengths` entries of each head: what the first folds left. Empty: nothing."""
         blocks = [held[: -(-n // page_size)] for held, n in zip(self.blocks, lengths, strict=False)]
-        return SummaryTable(blocks, lengths)
+        return SummaryTable(blocks, lengths, self.share)
 
     @property
     def mean_entries(self) -> float:
-        """Entries a head, mean over layers and heads; comparable with raw entries."""
-        return sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
+        """Raw entries a head that would take as much memory, mean over layers and heads."""
+        return self.share * sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
 
 
 @dataclass(frozen=True, slots=True)

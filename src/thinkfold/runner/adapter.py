@@ -21,7 +21,14 @@ from thinkfold.runner.forward_batch import ForwardBatch
 
 IMPLEMENTATION = "thinkfold"
 # Names that transformers knows, by body of the attention op.
-IMPLEMENTATIONS: Mapping[str, str] = MappingProxyType({"reference": IMPLEMENTATION, "triton": "thinkfold_triton"})
+IMPLEMENTATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "reference": IMPLEMENTATION,
+        "triton": "thinkfold_triton",
+        "reference_int4": "thinkfold_int4",
+        "triton_int4": "thinkfold_triton_int4",
+    }
+)
 
 
 def attend(

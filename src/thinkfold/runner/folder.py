@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from thinkfold.attention import int4
 from thinkfold.fold import gate, selectors
 from thinkfold.fold.budgets import FoldBudgets
 from thinkfold.fold.compaction import rotate, segment_share
-from thinkfold.fold.segments import Segments, Summary
+from thinkfold.fold.segments import Entries, Segments, Summary
 from thinkfold.runner.attention_facts import AttentionFacts
 from thinkfold.runner.query_store import QueryStore
 from thinkfold.runner.storage import KVStorage
@@ -28,10 +30,12 @@ HELD_OUT = 3  # the newest of so many late positions judge the fold and have no 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A summary that waits: what stays, and how many entries that is in each head."""
+    """A summary that waits: what stays, how many entries that is in each head, and all of it where it is kept in 4
+    bits, `[L * Hkv, blocks, block_bytes]`."""
 
     summary: Summary
     counts: list[int]
+    packed: Tensor | None
 
 
 class Folder:
@@ -69,8 +73,11 @@ class Folder:
         budget = torch.tensor(counts).view(layers, heads)
         summary = selectors.create(work.selector, **self._budgets.options(work.selector)).select(chosen_by, budget)
         kept = counts if summary.pooled is not None or summary.indices.shape[-1] else [0] * len(counts)
-        self._prepared[work.fold_id] = _Prepared(summary, kept)
-        return gate.estimate(judged_by, summary)[0]
+        packed, entries = None, summary.entries(keys[None], values[None])
+        if self._storage.layout is not None:
+            packed, entries = _packed(entries, self._storage.layout)
+        self._prepared[work.fold_id] = _Prepared(summary, kept, packed)
+        return gate.estimate(judged_by, entries)[0]
 
     def drop(self, fold_id: int) -> None:
         """Forget a prepared fold, if there is one."""
@@ -87,8 +94,12 @@ class Folder:
         if growth.copies:
             self._storage.copy_blocks([(source, target) for _, source, target in growth.copies])
         self._tables.grow(work)
-        if any(growth.counts):
+        if not any(growth.counts):
+            return
+        if prepared.packed is None:
             self._write(work, prepared.summary)
+        else:
+            self._write_packed(work, prepared.packed)
 
     def _write(self, work: FoldCommit, summary: Summary) -> None:
         """Exact entries of each head first, then pooled ones with their β."""
@@ -114,6 +125,17 @@ class Folder:
             stored = stored.replaced(numbers < exact, storage.read(storage.token_ids(pages, heads, tokens)))
             bias = bias.masked_fill(numbers < exact, 0.0)
         storage.write(targets, stored, bias)
+
+    def _write_packed(self, work: FoldCommit, packed: Tensor) -> None:
+        """int4 blocks of each head as they were made."""
+        size = self._tables.page_size
+        counts, starts = (np.array(numbers) // size for numbers in (work.growth.counts, work.growth.starts))
+        by_head = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(by_head)) - np.repeat(np.cumsum(counts) - counts, counts)
+        arrays = [by_head, number, (np.repeat(starts, counts) + number) * size]
+        heads, numbers, places = to_device(arrays, packed.device)
+        targets = self._tables.entry_ids(work.slot, heads, places)
+        self._storage.write_blocks(torch.div(targets, size, rounding_mode="floor"), packed[heads, numbers])
 
     def _segments(
         self, work: FoldPrepare, positions: list[int], keys: Tensor, values: Tensor
@@ -164,3 +186,24 @@ class Folder:
         lses = lse.to(keys.dtype).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
         lses = lses.masked_fill(self._facts.windowed[:, None, None], torch.inf)
         return rows[None], lses[None]
+
+
+def _packed(entries: Entries, layout: int4.Layout) -> tuple[Tensor, Entries]:
+    """Entries of one fold as int4 blocks by head, those that are there first, and as they read back.
+
+    Each head has as many entries as fill its blocks.
+    """
+    size, absent = layout.page_size, entries.bias[0].flatten(0, 1) == -torch.inf  # [L * Hkv, E]
+    order = absent.byte().argsort(dim=-1, stable=True)
+    bias = entries.bias[0].flatten(0, 1).gather(-1, order)
+    wide = order.unsqueeze(-1).expand(*order.shape, entries.keys.shape[-1])
+    keys, values = (part[0].flatten(0, 1).gather(-2, wide) for part in (entries.keys, entries.values))
+    short = -bias.shape[-1] % size
+    keys, values = (pad(part, (0, 0, 0, short)) for part in (keys, values))
+    bias = pad(bias, (0, short), value=-torch.inf)
+    rows = [part.unflatten(1, (-1, size)).flatten(0, 1) for part in (keys, values)]
+    blocks = int4.pack(rows[0], rows[1], bias.view(-1, size))
+    back = int4.unpack(blocks, layout, keys.dtype)
+    layers = entries.bias.shape[1:3]
+    read = Entries(*(part.reshape(1, *layers, -1, *part.shape[2:]) for part in back))
+    return blocks.view(len(bias), -1, blocks.shape[-1]), read

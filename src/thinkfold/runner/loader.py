@@ -216,7 +216,8 @@ def _weights(
     source: str, config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     adapter.register()
-    implementation = adapter.IMPLEMENTATIONS[pick_attention(config.attention_backend, device)]
+    body = pick_attention(config.attention_backend, device)
+    implementation = adapter.IMPLEMENTATIONS[body + ("_int4" if config.fold_storage == "int4" else "")]
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": implementation}
     try:
         if config.load_format == "dummy":

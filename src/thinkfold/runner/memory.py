@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from thinkfold.attention import int4 as four_bits
 from thinkfold.config import EngineConfig
 from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
 from thinkfold.runner.attention_facts import attention_facts
@@ -33,7 +34,10 @@ class FoldNews:
 
 
 class DeviceMemory:
-    """KV pages, summary tables and kept queries of one device, and what folds do between them."""
+    """KV pages, summary tables and kept queries of one device, and what folds do between them.
+
+    `budgets` count entries as summaries are stored here.
+    """
 
     def __init__(
         self,
@@ -49,11 +53,13 @@ class DeviceMemory:
         device, slots = loaded.device, config.max_num_seqs
         self._shape = (layers, heads, page_size, loaded.head_dim, dtype)
         self._device = device
-        self._with_bias = any(budgets.mass)
+        self._int4 = config.fold_storage == "int4"
+        self._with_bias = any(budgets.mass) and not self._int4
         self._reserved = False
         self.tables = SummaryTables(slots, layers, heads, page_size, -(-max_model_len // page_size), device)
         self.queries = QueryStore(slots, layers, loaded.num_heads, loaded.head_dim, loaded.dtype, device)
-        self._budgets, self._facts = budgets, attention_facts(loaded)
+        blocks = four_bits.page_blocks(*self._shape) if self._int4 else 0
+        self.budgets, self._facts = replace(budgets, page_blocks=blocks), attention_facts(loaded)
         self.window = self._facts.window
         self.resize(num_pages, host_pages)
 
@@ -75,7 +81,7 @@ class DeviceMemory:
 
     def reserve(self) -> None:
         """Allocate now all that folds may ever need, so that no tensor is replaced later; call `resize` after it."""
-        self._reserved = self._with_bias = True
+        self._reserved, self._with_bias = True, not self._int4
         self.tables.reserve()
         self.queries.reserve()
 
@@ -83,9 +89,18 @@ class DeviceMemory:
         """Pages of another number; what they held is lost."""
         layers, heads, page_size, head_dim, dtype = self._shape
         self.storage = KVStorage(
-            num_pages, layers, heads, page_size, head_dim, dtype, self._device, host_pages, bias=self._with_bias
+            num_pages,
+            layers,
+            heads,
+            page_size,
+            head_dim,
+            dtype,
+            self._device,
+            host_pages,
+            bias=self._with_bias,
+            int4=self._int4,
         )
-        self._folder = Folder(self.storage, self.tables, self.queries, self._budgets, self._facts)
+        self._folder = Folder(self.storage, self.tables, self.queries, self.budgets, self._facts)
 
     def addresses(self) -> tuple[int, ...]:
         """Where the tensors lie that a captured step reads and writes."""

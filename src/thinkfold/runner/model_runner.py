@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from thinkfold.config import EngineConfig
+from thinkfold.fold.budgets import FoldBudgets
 from thinkfold.runner import forward_batch, loader, sizing
 from thinkfold.runner.compiled import compile_model
 from thinkfold.runner.forward import forward
@@ -84,9 +85,9 @@ class ModelRunner:
         ends = tuple(sorted(i for i in ends if i < loaded.vocab_size))
         backend = loader.pick_attention(config.attention_backend, self._device)
         self._sampler = Sampler(loaded.vocab_size, config.max_num_seqs, ends, end_marker_id, self._device, backend)
-        self.budgets = fold_budgets(loaded)
-        self.kv_dtype, self.fp8_error = stored_dtype(config, loaded, self.budgets, self._token_tile)
-        self._memory = DeviceMemory(config, loaded, self.budgets, self.max_model_len, self.kv_dtype, 2)
+        budgets = fold_budgets(loaded)
+        self.kv_dtype, self.fp8_error = stored_dtype(config, loaded, budgets, self._token_tile)
+        self._memory = DeviceMemory(config, loaded, budgets, self.max_model_len, self.kv_dtype, 2)
         self._model: Callable[..., Any] = loaded.model
         self.graphs = self._make_graphs(capture or _own_capture(config, self._device), compiler)
         self._profile(2)
@@ -97,6 +98,10 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         return self._loaded.vocab_size
+
+    @property
+    def budgets(self) -> FoldBudgets:
+        return self._memory.budgets
 
     @property
     def num_pages(self) -> int:

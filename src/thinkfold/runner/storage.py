@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thinkfold.attention import int4 as four_bits
 from thinkfold.attention.fp8 import FP8, dequantise, quantise
 from thinkfold.runner.transfer import to_device
 
@@ -44,8 +45,9 @@ class KVStorage:
     in each head block; block id = (page · layers + layer) · kv_heads + head, entry id = block ·
     page_size + place. `scales` `[num_pages, layers, kv_heads, 2, page_size]` exist where `dtype`
     is float8_e4m3fn, `bias` `[num_pages, layers, kv_heads, page_size]` if asked for or from the
-    first entry on that needs one; else both are `[0]`. The host tier has `host_pages` pages of the same kind,
-    pinned for a GPU. Memory of a page on a CPU is committed when it is first written.
+    first entry on that needs one; else both are `[0]`. With `int4` a page lent to summaries is cut into the
+    blocks of `attention.int4` instead of head blocks, and there is no `bias`. The host tier has `host_pages` pages of
+    the same kind, pinned for a GPU. Memory of a page on a CPU is committed when it is first written.
     """
 
     def __init__(
@@ -60,14 +62,16 @@ class KVStorage:
         host_pages: int = 0,
         *,
         bias: bool = False,
+        int4: bool = False,
     ) -> None:
         shape = (num_layers, num_kv_heads, 2, page_size, head_dim)
         self.page_bytes = page_bytes(num_layers, num_kv_heads, page_size, head_dim, dtype, bias=bias)
         self._device = device
         self._num_pages = num_pages
         self._host_pages = host_pages
-        self._blocks = num_layers * num_kv_heads  # of a page
+        self._heads = num_layers * num_kv_heads
         self._page_size = page_size
+        self.layout = four_bits.Layout.of(page_size, head_dim) if int4 else None
         self.tensor, self._host = self._plane(shape, dtype)
         self.scales, self._host_scales = self._plane(shape[:-1] if dtype == FP8 else None, torch.float16)
         self.bias, self._host_bias = self._plane(shape[:2] + shape[3:4] if bias else None, torch.float32)
@@ -88,27 +92,27 @@ class KVStorage:
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, target), all sources read before any target is written."""
-        self._copy(pairs, 1)
+        self._copy(pairs, self._pages())
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy head blocks (source, target), all sources read before any target is written."""
-        self._copy(pairs, self._blocks)
+        """Copy summary blocks (source, target), all sources read before any target is written."""
+        self._copy(pairs, self._blocks())
 
     def pages_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages to the host tier, (device, host); a GPU does it in its own time."""
-        self._out(pairs, 1)
+        self._out(pairs, self._pages())
 
     def blocks_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy head blocks to the host tier, (device, host)."""
-        self._out(pairs, self._blocks)
+        """Copy summary blocks to the host tier, (device, host)."""
+        self._out(pairs, self._blocks())
 
     def pages_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages from the host tier, (host, device)."""
-        self._in(pairs, 1)
+        self._in(pairs, self._pages())
 
     def blocks_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy head blocks from the host tier, (host, device)."""
-        self._in(pairs, self._blocks)
+        """Copy summary blocks from the host tier, (host, device)."""
+        self._in(pairs, self._blocks())
 
     def read_span(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole pages in order, fp32 `[L, Hkv, T, D]` each; fp64 where memory is."""
@@ -122,7 +126,7 @@ class KVStorage:
     def token_ids(self, pages: Tensor, heads: Tensor, tokens: Tensor) -> Tensor:
         """Entry ids of tokens `[n]` of the raw `pages` in heads `[n]`."""
         number = torch.div(tokens, self._page_size, rounding_mode="floor")
-        return (pages[number] * self._blocks + heads - number) * self._page_size + tokens
+        return (pages[number] * self._heads + heads - number) * self._page_size + tokens
 
     def read(self, entries: Tensor) -> Stored:
         """Entries by id `[n]`, as memory holds them."""
@@ -151,6 +155,17 @@ class KVStorage:
             beta = torch.zeros_like(entries, dtype=self.bias.dtype) if bias is None else bias.to(self.bias.dtype)
             self.bias.view(-1).index_copy_(0, entries, beta)
 
+    def write_blocks(self, blocks: Tensor, packed: Tensor) -> None:
+        """Write int4 blocks `[n, block_bytes]` by id `[n]`."""
+        self._blocks()[0].put(blocks, packed)
+
+    def read_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[L, Hkv, T, D]` fp32 of int4 blocks by head, `[L * Hkv, T / page_size]`."""
+        assert self.layout is not None, "there are no int4 blocks"
+        keys, values, _ = four_bits.unpack(self._blocks()[0].take(blocks.flatten()), self.layout, torch.float32)
+        layers, heads = self.tensor.shape[1:3]
+        return tuple(part.view(layers, heads, -1, part.shape[-1]) for part in (keys, values))  # type: ignore[return-value]
+
     def _rows(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of keys and of values in the tensor seen as `[-1, head_dim]`."""
         keys = entries + torch.div(entries, self._page_size, rounding_mode="floor") * self._page_size
@@ -166,33 +181,78 @@ class KVStorage:
         pinned = torch.zeros(host, dtype=dtype, pin_memory=self._host_pages > 0)
         return torch.zeros(mine, dtype=dtype, device=self._device), pinned
 
-    def _pairs(self, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All planes with their twins, seen as `[-1, …]` in units of which a page has `parts`."""
-        for mine, host in (
-            (self.tensor, self._host),
-            (self.scales, self._host_scales),
-            (self.bias, self._host_bias),
-        ):
-            if mine.numel():
-                unit = mine.numel() // (self._num_pages * parts)
-                yield _raw(mine).view(-1, unit), _raw(host).view(-1, unit)
+    def _pages(self) -> list[_Twins]:
+        """All planes in whole pages."""
+        return [_Twins.of(*pair, self._num_pages) for pair in self._planes()]
 
-    def _copy(self, pairs: Sequence[tuple[int, int]], parts: int) -> None:
-        sources, targets = _columns(pairs, self._device)
-        for plane, _ in self._pairs(parts):
-            plane.index_copy_(0, targets, plane.index_select(0, sources))
+    def _blocks(self) -> list[_Twins]:
+        """All planes in the blocks of summaries."""
+        if self.layout is not None:
+            return [_Twins(four_bits.blocks_of(self.tensor), four_bits.blocks_of(self._host))]
+        return [_Twins.of(*pair, self._num_pages * self._heads) for pair in self._planes()]
 
-    def _out(self, pairs: Sequence[tuple[int, int]], parts: int) -> None:
-        for mine, first, count in _runs([(target, source) for source, target in pairs]):
+    def _planes(self) -> list[tuple[Tensor, Tensor]]:
+        """The planes that there are, with their twins."""
+        planes = (self.tensor, self._host), (self.scales, self._host_scales), (self.bias, self._host_bias)
+        return [(mine, host) for mine, host in planes if mine.numel()]
+
+    def _copy(self, pairs: Sequence[tuple[int, int]], twins: Sequence[_Twins]) -> None:
+        sources, targets = to_device([[pair[i] for pair in pairs] for i in (0, 1)], self._device)
+        for twin in twins:
+            twin.put(targets, twin.take(sources))
+
+    def _out(self, pairs: Sequence[tuple[int, int]], twins: Sequence[_Twins]) -> None:
+        for mine, first, count in _runs([(target, source) for source, target in pairs], twins[0].run):
             (index,) = to_device([mine], self._device)
-            for plane, host in self._pairs(parts):
-                host[first : first + count].copy_(plane.index_select(0, index), non_blocking=True)
+            for twin in twins:
+                twin.on_host(first, count).copy_(twin.take(index), non_blocking=True)
 
-    def _in(self, pairs: Sequence[tuple[int, int]], parts: int) -> None:
-        for mine, first, count in _runs(pairs):
+    def _in(self, pairs: Sequence[tuple[int, int]], twins: Sequence[_Twins]) -> None:
+        for mine, first, count in _runs(pairs, twins[0].run):
             (index,) = to_device([mine], self._device)
-            for plane, host in self._pairs(parts):
-                plane.index_copy_(0, index, host[first : first + count].to(self._device, non_blocking=True))
+            for twin in twins:
+                twin.put(index, twin.on_host(first, count).to(self._device, non_blocking=True))
+
+
+class _Twins(NamedTuple):
+    """A plane and its twin on the host in units of a kind: `[n, …]`, or `[pages, units of a page, …]`.
+
+    The units of two pages need not be as far from each other as those of one.
+    """
+
+    mine: Tensor
+    host: Tensor
+
+    @classmethod
+    def of(cls, mine: Tensor, host: Tensor, count: int) -> _Twins:
+        """Planes without gaps, of which the device's has `count` units."""
+        unit = mine.numel() // count
+        return cls(_raw(mine).view(-1, unit), _raw(host).view(-1, unit))
+
+    @property
+    def run(self) -> int | None:
+        """Units that lie side by side on the host, None: all."""
+        return self.host.shape[1] if self.host.dim() == 3 else None
+
+    def take(self, index: Tensor) -> Tensor:
+        return self.mine.index_select(0, index) if self.run is None else self.mine[self._places(index)]
+
+    def put(self, index: Tensor, rows: Tensor) -> None:
+        if self.run is None:
+            self.mine.index_copy_(0, index, rows)
+        else:
+            self.mine[self._places(index)] = rows
+
+    def on_host(self, first: int, count: int) -> Tensor:
+        """So many units of one run."""
+        if self.run is None:
+            return self.host[first : first + count]
+        page, place = divmod(first, self.run)
+        return self.host[page, place : place + count]
+
+    def _places(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        page = torch.div(index, self.mine.shape[1], rounding_mode="floor")
+        return page, index - page * self.mine.shape[1]
 
 
 def page_bytes(
@@ -209,16 +269,16 @@ def _raw(plane: Tensor) -> Tensor:
     return plane.view(torch.uint8) if plane.dtype == FP8 else plane
 
 
-def _columns(pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Tensor]:
-    return to_device([[pair[i] for pair in pairs] for i in (0, 1)], device)
+def _runs(pairs: Sequence[tuple[int, int]], run: int | None) -> Iterator[tuple[list[int], int, int]]:
+    """Pairs (host, device) in pieces that are contiguous on the host: device ids, first host id, how many.
 
-
-def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], int, int]]:
-    """Pairs (host, device) in pieces that are contiguous on the host: device ids, first host id, how many."""
+    None holds two host ids with a multiple of `run` between them.
+    """
     piece: list[int] = []
     first = 0
     for host, mine in sorted(pairs):
-        if piece and (host != first + len(piece) or len(piece) == TRANSFER_PIECE):
+        ends = run is not None and host % run == 0
+        if piece and (ends or host != first + len(piece) or len(piece) == TRANSFER_PIECE):
             yield piece, first, len(piece)
             piece = []
         first = first if piece else host

@@ -31,7 +31,7 @@ class SummaryTables:
     ) -> None:
         self._num_slots = num_slots
         self._heads = (num_layers, num_kv_heads)
-        self._page_size = page_size
+        self.page_size = page_size
         self._device = device
         self._first_width = max_blocks if device.type == "cuda" else 8
         self._max_blocks = max_blocks
@@ -69,7 +69,7 @@ class SummaryTables:
 
     def grow(self, commit: FoldCommit) -> None:
         """Append a fold's blocks and put copies in the place of their sources; entries are counted, not written."""
-        growth, slot, page = commit.growth, commit.slot, self._page_size
+        growth, slot, page = commit.growth, commit.slot, self.page_size
         if not any(growth.counts):
             return
         starts = np.array(growth.starts, dtype=np.int64)
@@ -87,14 +87,14 @@ class SummaryTables:
     def entry_ids(self, slot: int, heads: Tensor, numbers: Tensor) -> Tensor:
         """Entry ids in memory of entries by head and number, int64 `[n]` each."""
         layer = torch.div(heads, self._heads[1], rounding_mode="floor")
-        column = torch.div(numbers, self._page_size, rounding_mode="floor")
+        column = torch.div(numbers, self.page_size, rounding_mode="floor")
         blocks = self.table[layer, slot, heads - layer * self._heads[1], column].long()
-        return blocks * self._page_size + numbers - column * self._page_size
+        return blocks * self.page_size + numbers - column * self.page_size
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless lengths fit the tables and only slots in use have entries. Waits for a GPU."""
         lens = self.lens.cpu()
-        room = self.table.shape[3] * self._page_size
+        room = self.table.shape[3] * self.page_size
         assert not lens.numel() or 0 <= int(lens.min()) <= int(lens.max()) <= room, "entries without a block"
         holding = {slot for slot in range(lens.shape[1]) if lens[:, slot].any()}
         assert holding == self._used, f"slots {sorted(holding ^ self._used)} are in use by one account only"

@@ -243,13 +243,13 @@ class FoldDesk:
         """A fold of what branches share is written once; False while the step that writes it may still fail."""
         if known.fold_id in self._committed and not stuck:
             return False
-        before, old, first = self._held(), branch.table.summary.mean_entries, planner.first_page(span)
+        before, old, first = self._held(), sum(branch.table.summary.lengths), planner.first_page(span)
         self._kv.adopt(branch.table, known.branch.table, first, span.tokens // self._kv.page_size, known.lengths)
         summary = branch.table.summary
         self.work.adopted.append((branch.slot, summary.blocks, summary.lengths))
         self.work.dropped.append(fold_id)
         del self._prepared[fold_id]
-        start, entries = span.start - planner.num_prompt_tokens, summary.mean_entries - old
+        start, entries = span.start - planner.num_prompt_tokens, (sum(summary.lengths) - old) / self._kv.num_heads
         freed = before - self._held()
         self._count(branch, planner, span)
         self._tell(branch, planner, span, Fold(fold_id, start, start + span.tokens, entries, freed, known.error))
