@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Any, Literal, cast, get_args, get_origin
 
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from thinkfold.cli.engine_flags import ALIASES, hint_of, sentence
@@ -27,6 +27,7 @@ from thinkfold.server.contract import EngineSlot
 from thinkfold.server.errors import KINDS
 from thinkfold.server.folds import ThinkfoldFields
 from thinkfold.server.metrics import ServerMetrics
+from thinkfold.server.openapi import body_model
 from thinkfold.thinking.specs import SPECS
 from thinkfold.types import EFFORT_BUDGETS, FOLD_PROFILES, AtAnswer, FinishReason, FoldMode, ThinkingEndReason
 
@@ -224,10 +225,10 @@ def _families() -> list[tuple[str, str, str, str]]:
 
 
 def api() -> str:
-    models = {path: model for _, path, endpoint in _routes() if (model := _body(endpoint))}
+    models = {route.path: model for _, route in _routes() if (model := body_model(route))}
     bodies = [_model(model, f"### {path}") for path, model in models.items()]
     nested = [_model(model, f"### {_title(model)}") for model in _nested(models.values())]
-    routes = [(f"`{method}`", f"`{path}`", _first(endpoint.__doc__)) for method, path, endpoint in _routes()]
+    routes = [(f"`{method}`", f"`{route.path}`", _first(route.endpoint.__doc__)) for method, route in _routes()]
     errors = [(status, f"`{name}`", type_, _doc(kind)) for kind, status, type_, name in KINDS if name]
     return f"""# HTTP API
 
@@ -261,18 +262,12 @@ In every body that generates: `"thinkfold": {{"fold": {{"policy": "eager"}}, "ev
 """
 
 
-def _routes() -> list[tuple[str, str, Any]]:
-    """Method, path and function of every route."""
+def _routes() -> list[tuple[str, APIRoute]]:
+    """Every route by its methods."""
     routers = [part.router for part in vars(app).values() if inspect.ismodule(part) and hasattr(part, "router")]
-    routes = [route for router in routers for route in router.routes]
-    found = [(method, route.path, route.endpoint) for route in routes for method in route.methods]
-    return sorted(found, key=lambda route: (route[1], route[0]))
-
-
-def _body(endpoint: Any) -> type[BaseModel] | None:
-    """The model that a route reads its body with."""
-    found = re.search(r"read_body\(\s*request, (\w+)", inspect.getsource(endpoint))
-    return endpoint.__globals__[found[1]] if found else None
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    found = [(method, route) for route in routes for method in route.methods or ()]
+    return sorted(found, key=lambda pair: (pair[1].path, pair[0]))
 
 
 def _join(parts: Iterable[str]) -> str:

@@ -56,6 +56,7 @@ IMPORT_NAMES = {
     "math-verify": "math_verify",
     "prometheus-client": "prometheus_client",
     "reasoning-gym": "reasoning_gym",
+    "typing-extensions": "typing_extensions",
 }
 
 

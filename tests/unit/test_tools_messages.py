@@ -113,11 +113,17 @@ async def test_a_call_that_was_cut() -> None:
     assert why == "max_tokens" and [name for name, _ in blocks_] == ["weather"]
 
 
-async def test_an_input_that_is_no_json_is_an_error_not_a_call() -> None:
-    engine = engine_of(['<tool_call>\n{"name": "weather", "arguments": {city: Paris}}\n</tool_call>'])
+@pytest.mark.parametrize("wrong", ["{city: Paris}", '{"city": NaN}', "[1, 2]", '{"city": "\\ud800"}'])
+async def test_an_input_that_is_no_json_object_comes_wrapped(wrong: str) -> None:
+    engine = engine_of([f'<tool_call>\n{{"name": "weather", "arguments": {wrong}}}\n</tool_call>'])
     async with client_of(engine) as client:
-        with pytest.raises(anthropic.InternalServerError, match="input of 'weather' that is no JSON"):
-            await client.messages.create(**ASK, tools=TOOLS)
+        reply = await client.messages.create(**ASK, tools=TOOLS)
+        assert (blocks(reply), reply.stop_reason) == ([("weather", {"INVALID_JSON": wrong})], "tool_use")
+        call = reply.content[0].to_dict()
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "no JSON", "is_error": True}
+        turns: Any = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        await client.messages.create(**{**ASK, "messages": [*ASK["messages"], *turns]}, tools=TOOLS)
+    assert "INVALID_JSON" in engine.calls[-1].prompt
 
 
 @pytest.mark.parametrize(

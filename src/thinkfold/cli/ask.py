@@ -9,7 +9,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
@@ -29,8 +29,8 @@ class Piece:
 
     reasoning: str = ""
     text: str = ""
-    fold: dict[str, Any] | None = None
-    costs: dict[str, Any] | None = None
+    fold: Mapping[str, Any] | None = None
+    costs: Mapping[str, Any] | None = None
     thinking_end: str | None = None
     clamped: Sequence[dict[str, Any]] = ()
 
@@ -116,7 +116,7 @@ class _Printer:
         return f"{DIM}{text}{PLAIN}{DIM if self._thinking else ''}"  # thinking goes on dimmed
 
 
-def _fold_line(fold: dict[str, Any]) -> str:
+def _fold_line(fold: Mapping[str, Any]) -> str:
     tokens = fold["end"] - fold["start"]
     segment = "" if fold["segment"] is None else f"segment {fold['segment']}, "
     error = "" if fold["error"] is None else f", estimated error {fold['error']:.3f}"

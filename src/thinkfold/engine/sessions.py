@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from thinkfold.errors import NotFoundError, ParameterError, SessionsFullError
 from thinkfold.types import RequestOutput, SessionParams, SessionState
+from thinkfold.types.session import SessionView
 
 FLOOR = 256  # thinking tokens that a call gets however much its session has spent
 _BUSY_RETRY_S = 5.0
@@ -153,11 +153,17 @@ class SessionCall:
         finally:
             self.close()
 
-    def view(self) -> dict[str, Any]:
+    def view(self) -> SessionView:
         """Where the session stands, this call's thinking so far counted as spent."""
         now = Session(self.session.total, 0.0, self.session.spent + (self._thinking if self._open else 0))
-        numbers = {"total_budget": now.total, "spent": now.spent, "remaining": now.remaining}
-        return {"id": self.name, "object": "thinkfold.session", **numbers, "call_budget": self.budget}
+        return {
+            "id": self.name,
+            "object": "thinkfold.session",
+            "total_budget": now.total,
+            "spent": now.spent,
+            "remaining": now.remaining,
+            "call_budget": self.budget,
+        }
 
     def close(self, *, hit: bool = False) -> None:
         """The call has ended: what it thought is spent, what it did not is free again."""

@@ -18,6 +18,7 @@ from thinkfold.server import (
     health,
     metrics,
     models,
+    openapi,
     partial,
     prefixes,
     tenants,
@@ -30,6 +31,7 @@ from thinkfold.server.contract import Engine, EngineSlot
 from thinkfold.server.drift import Conversations
 from thinkfold.server.messages import routes as messages
 from thinkfold.server.messages.errors import error_body as messages_error
+from thinkfold.server.messages.shapes import MessagesError
 from thinkfold.server.metrics import ServerMetrics
 from thinkfold.server.responses import routes as response_routes
 from thinkfold.server.responses.store import ResponseStore
@@ -77,10 +79,11 @@ def build_app(
     conversations = Conversations(lambda kind: counts.drift.labels(kind).inc())
     app.state.thinkfold = ServerState(slot, counts, options, responses, access, *agents, conversations)
     apis = (chat, completions, messages, response_routes, control, partial, prefixes, agent_routes, tenants, models)
-    for module in (*apis, health, metrics, engine_view, admin):
-        app.include_router(module.router)
-    if options.page:
-        app.include_router(page.router)
+    routers = [each.router for each in (*apis, health, metrics, engine_view, admin, openapi)]
+    routers += [page.router] if options.page else []
+    for router in routers:
+        app.include_router(router)
+    app.state.document = openapi.Document(routers, access, {"/v1/messages": MessagesError}, page.ROUTES)
     bodies = {"/v1/messages": messages_error}
     errors.install(app, bodies)
     app.add_middleware(

@@ -8,19 +8,21 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
 from thinkfold.errors import ParameterError
-from thinkfold.server.body import read_body
-from thinkfold.server.chat_shape import ChatShape
+from thinkfold.server.chat_shape import ChatCompletion, ChatCompletionChunk, ChatShape
 from thinkfold.server.chunks import ChunkWriter
 from thinkfold.server.contract import Engine
+from thinkfold.server.errors import ErrorReply
 from thinkfold.server.fields import RequestFields, check_model
 from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.generation import Job, respond
+from thinkfold.server.routing import body_of, replies
 from thinkfold.server.state import state_of
+from thinkfold.server.streaming import DONE
 from thinkfold.server.structured import ResponseFormat
 from thinkfold.server.tools import Tool, Toolbox, ToolChoice
 from thinkfold.server.turns import NextTurn
@@ -79,12 +81,14 @@ class ChatRequest(RequestFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-@router.post("/v1/chat/completions")
-async def chat_completions(request: Request) -> Response:
+_REPLIES = replies(ChatCompletion, ChatCompletionChunk | ErrorReply, 404, last=DONE)
+
+
+@router.post("/v1/chat/completions", responses=_REPLIES)
+async def chat_completions(request: Request, body: Annotated[ChatRequest, body_of(ChatRequest)]) -> Response:
     """OpenAI chat completions."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, ChatRequest, state.options.max_body_bytes)
     job, writer = await asyncio.to_thread(_prepare, engine, body, state.slot.sampling_defaults)
     return await respond(request, engine, job, writer)
 

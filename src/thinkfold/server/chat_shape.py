@@ -4,12 +4,96 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from thinkfold.server.logprobs import TokenBytes, chat_logprobs
+from thinkfold.server.replies import ChunkHead, DeltaEnding, Ending, Head, Logprobs, ThinkfoldReply, Usage
 from thinkfold.server.reply import Choice
 from thinkfold.text.tool_calls import CallArguments, CallBegun, Content, Event, ToolCallParser, ToolFormat
 from thinkfold.types import CompletionOutput
+
+
+class CalledFunction(TypedDict):
+    """`arguments` are JSON in a string, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(TypedDict):
+    """`reasoning` and `reasoning_content` are the same text of thinking."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning: str | None
+    reasoning_content: str | None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(Ending):
+    """One choice of a chat completion."""
+
+    index: int
+    message: ChatMessage
+    logprobs: Logprobs | None
+
+
+class FunctionDelta(TypedDict):
+    """The begin of a call has its name, later pieces more of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(TypedDict):
+    """What has come of a choice's message."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChatDeltaChoice(DeltaEnding):
+    """News of one choice; the last one says how it ended."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: Logprobs | None
+
+
+class ChatCompletion(Head):
+    """A chat completion that is not streamed."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    thinkfold: ThinkfoldReply
+
+
+class ChatCompletionChunk(ChunkHead):
+    """One event of a streamed chat completion; `[DONE]` follows the last."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatDeltaChoice]
 
 
 class ChatShape:
@@ -24,19 +108,20 @@ class ChatShape:
         self._calls = calls
         self._parsers: dict[int, ToolCallParser] = {}
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> ChatChoice:
         reasoning = choice.reasoning or None
-        content, calls = choice.text, []
+        content, calls = choice.text, list[ToolCall]()
         if self._calls is not None:
             parser = self._parser(choice)
             content, calls = _joined([*parser.push(choice.text), *parser.flush()])
-        message = {
+        message: ChatMessage = {
             "role": "assistant",
             "content": content or None if calls else content,
             "reasoning": reasoning,
             "reasoning_content": reasoning,
-            **({"tool_calls": calls} if calls else {}),
         }
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": choice.index,
             "message": message,
@@ -44,15 +129,15 @@ class ChatShape:
             **self._ending(choice),
         }
 
-    def opening(self, choice: Choice) -> dict[str, Any]:
+    def opening(self, choice: Choice) -> ChatDeltaChoice:
         return self._delta(choice, {"role": "assistant", "content": ""}, None)
 
-    def deltas(self, choice: Choice, news: CompletionOutput) -> Iterator[dict[str, Any]]:
-        pieces: list[dict[str, Any]] = []
+    def deltas(self, choice: Choice, news: CompletionOutput) -> Iterator[ChatDeltaChoice]:
+        pieces: list[ChatDelta] = []
         if news.reasoning:
             pieces.append({"reasoning": news.reasoning, "reasoning_content": news.reasoning})
         if self._calls is None:
-            pieces += [{"content": news.text}] if news.text else []
+            pieces += [ChatDelta(content=news.text)] if news.text else []
         else:
             parser = self._parser(choice)
             events = parser.push(news.text) if news.text else []
@@ -64,7 +149,7 @@ class ChatShape:
         for i, piece in enumerate(pieces):
             yield self._delta(choice, piece, logprobs if i == len(pieces) - 1 else None)
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
+    def closing(self, choice: Choice) -> ChatDeltaChoice:
         return {"index": choice.index, "delta": {}, "logprobs": None, **self._ending(choice)}
 
     def _parser(self, choice: Choice) -> ToolCallParser:
@@ -73,7 +158,7 @@ class ChatShape:
             self._parsers[choice.index] = ToolCallParser(self._calls)
         return self._parsers[choice.index]
 
-    def _ending(self, choice: Choice) -> dict[str, Any]:
+    def _ending(self, choice: Choice) -> Ending:
         ending = choice.ending()
         if self._calls is not None and self._parser(choice).calls and ending["finish_reason"] == "stop":
             ending["finish_reason"] = "tool_calls"
@@ -81,32 +166,34 @@ class ChatShape:
                 ending["stop_reason"] = None  # our own, after a single call
         return ending
 
-    def _delta(self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def _delta(self, choice: Choice, delta: ChatDelta, logprobs: Logprobs | None) -> ChatDeltaChoice:
         return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def _logprobs(self, source: Choice | CompletionOutput) -> dict[str, Any] | None:
+    def _logprobs(self, source: Choice | CompletionOutput) -> Logprobs | None:
         if self._num_logprobs is None:
             return None
         return chat_logprobs(source.logprobs, self._num_logprobs, self._token_bytes)
 
 
-def _piece(event: Event) -> dict[str, Any]:
+def _piece(event: Event) -> ChatDelta:
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, CallArguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-    return {"tool_calls": [{"index": event.index, **_call(event)}]}
+    call = _call(event)
+    begun: FunctionDelta = {"name": event.name, "arguments": ""}
+    return {"tool_calls": [{"index": event.index, "id": call["id"], "type": "function", "function": begun}]}
 
 
-def _call(event: CallBegun) -> dict[str, Any]:
+def _call(event: CallBegun) -> ToolCall:
     identity = f"call_{uuid.uuid4().hex[:24]}"
     return {"id": identity, "type": "function", "function": {"name": event.name, "arguments": ""}}
 
 
-def _joined(events: Iterable[Event]) -> tuple[str, list[dict[str, Any]]]:
+def _joined(events: Iterable[Event]) -> tuple[str, list[ToolCall]]:
     """Content and calls of a whole answer."""
     content: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     for event in events:
         if isinstance(event, Content):
             content.append(event.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from thinkfold.server.errors import failure_of, openai_body
@@ -19,19 +19,19 @@ class Shape(Protocol):
     kind: str
     chunk_kind: str
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> Mapping[str, Any]:
         """A finished choice of a reply that is not streamed."""
         ...
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
+    def opening(self, choice: Choice) -> Mapping[str, Any] | None:
         """The first chunk of a streamed choice."""
         ...
 
-    def deltas(self, choice: Choice, news: CompletionOutput) -> Iterable[dict[str, Any]]:
+    def deltas(self, choice: Choice, news: CompletionOutput) -> Iterable[Mapping[str, Any]]:
         """Chunks for news of a choice, without its ending."""
         ...
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
+    def closing(self, choice: Choice) -> Mapping[str, Any]:
         """The last chunk of a choice."""
         ...
 
@@ -49,7 +49,7 @@ class ChunkWriter:
         self._head = self._new_head(shape.chunk_kind)
         self._open: set[int] = set()
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Mapping[str, Any]:
         choices = [self._shape.whole(choice) for choice in reply.choices]
         head = self._new_head(self._shape.kind)
         return {**head, "choices": choices, "usage": reply.usage(), "thinkfold": reply.thinkfold()}
@@ -76,13 +76,13 @@ class ChunkWriter:
         yield from self._close_choices(reply)
         if self._include_usage:
             yield self._chunk([], {"usage": reply.usage(), "thinkfold": reply.thinkfold()})
-        yield DONE
+        yield f"data: {DONE}\n\n".encode()
 
     def failed(self, error: Exception, reply: Reply) -> Iterator[bytes]:
         if reply.error is not None:
             yield from self._close_choices(reply)
         yield event(openai_body(failure_of(error)))
-        yield DONE
+        yield f"data: {DONE}\n\n".encode()
 
     def _close_choices(self, reply: Reply) -> Iterator[bytes]:
         last = sorted(self._open)
@@ -90,7 +90,7 @@ class ChunkWriter:
             more = {} if self._include_usage or index != last[-1] else {"thinkfold": reply.thinkfold()}
             yield self._chunk([self._shape.closing(reply.choices[index])], more)
 
-    def _chunk(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None, name: str = "") -> bytes:
+    def _chunk(self, choices: list[Mapping[str, Any]], more: Mapping[str, Any] | None = None, name: str = "") -> bytes:
         usage = {"usage": None} if self._include_usage else {}
         return event({**self._head, "choices": choices, **usage, **(more or {})}, name)
 

@@ -10,21 +10,24 @@ import asyncio
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Literal, NotRequired
 
 from fastapi import APIRouter, Request, Response
 
 from thinkfold.config import EngineConfig
 from thinkfold.errors import CapacityError, ParameterError
-from thinkfold.server.body import read_body
 from thinkfold.server.chunks import ChunkWriter
 from thinkfold.server.contract import Engine
+from thinkfold.server.errors import ErrorReply
 from thinkfold.server.fields import RequestFields, check_model
 from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.logprobs import TextPosition, TokenBytes, legacy_logprobs
+from thinkfold.server.replies import ChunkHead, DeltaEnding, Ending, Head, LegacyLogprobs, ThinkfoldReply, Usage
 from thinkfold.server.reply import Choice
+from thinkfold.server.routing import body_of, replies
 from thinkfold.server.state import ServerState, state_of
+from thinkfold.server.streaming import DONE
 from thinkfold.types import CompletionOutput, Decision
 
 router = APIRouter()
@@ -49,6 +52,42 @@ class CompletionRequest(RequestFields):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
+class TextChoice(Ending):
+    """One choice of a completion; `text` is the answer."""
+
+    index: int
+    text: str
+    reasoning: str | None
+    reasoning_content: str | None
+    logprobs: LegacyLogprobs | None
+
+
+class TextDeltaChoice(DeltaEnding):
+    """News of one choice; the last one says how it ended."""
+
+    index: int
+    text: str
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    logprobs: LegacyLogprobs | None
+
+
+class TextCompletion(Head):
+    """A completion that is not streamed."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: Usage
+    thinkfold: ThinkfoldReply
+
+
+class TextCompletionChunk(ChunkHead):
+    """One event of a streamed completion; `[DONE]` follows the last."""
+
+    object: Literal["text_completion"]
+    choices: list[TextDeltaChoice]
+
+
 class CompletionShape:
     kind = "text_completion"
     chunk_kind = "text_completion"
@@ -58,7 +97,7 @@ class CompletionShape:
         self._token_bytes = token_bytes
         self._positions: defaultdict[int, TextPosition] = defaultdict(TextPosition)
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> TextChoice:
         reasoning = choice.reasoning or None
         return {
             "index": choice.index,
@@ -72,28 +111,34 @@ class CompletionShape:
     def opening(self, choice: Choice) -> None:
         return None
 
-    def deltas(self, choice: Choice, news: CompletionOutput) -> Iterator[dict[str, Any]]:
+    def deltas(self, choice: Choice, news: CompletionOutput) -> Iterator[TextDeltaChoice]:
         logprobs = self._logprobs(choice.index, news) if news.logprobs else None
         if not (news.reasoning or news.text or logprobs):
             return
-        thinking = {"reasoning": news.reasoning, "reasoning_content": news.reasoning} if news.reasoning else {}
-        yield {"index": choice.index, "text": news.text, **thinking, "logprobs": logprobs, "finish_reason": None}
+        delta: TextDeltaChoice = {
+            "index": choice.index,
+            "text": news.text,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+        if news.reasoning:
+            delta["reasoning"] = delta["reasoning_content"] = news.reasoning
+        yield delta
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
+    def closing(self, choice: Choice) -> TextDeltaChoice:
         return {"index": choice.index, "text": "", "logprobs": None, **choice.ending()}
 
-    def _logprobs(self, index: int, source: Choice | CompletionOutput) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, source: Choice | CompletionOutput) -> LegacyLogprobs | None:
         if self._num_logprobs is None:
             return None
         return legacy_logprobs(source.logprobs, self._num_logprobs, self._token_bytes, self._positions[index])
 
 
-@router.post("/v1/completions")
-async def completions(request: Request) -> Response:
+@router.post("/v1/completions", responses=replies(TextCompletion, TextCompletionChunk | ErrorReply, 404, last=DONE))
+async def completions(request: Request, body: Annotated[CompletionRequest, body_of(CompletionRequest)]) -> Response:
     """Raw text or token ids in, without a template."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, CompletionRequest, state.options.max_body_bytes)
     job, writer = await asyncio.to_thread(_prepare, state, engine, body)
     return await respond(request, engine, job, writer)
 

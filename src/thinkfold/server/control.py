@@ -9,18 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter, Request
+from typing_extensions import TypedDict
 
 from thinkfold.errors import ParameterError, UnsupportedError
-from thinkfold.server.body import StrictModel, read_body
+from thinkfold.server.body import StrictModel
 from thinkfold.server.contract import Controllable, Engine
 from thinkfold.server.fields import namespace_of
+from thinkfold.server.replies import Shows
+from thinkfold.server.routing import body_of, statuses
 from thinkfold.server.state import owned, state_of
 from thinkfold.types import Handle
 
 router = APIRouter()
+
+
+class Effect(TypedDict):
+    """What some actions tell: the new budget, the place of what was injected, a fork's handle, what a cancel keeps."""
+
+    budget: NotRequired[int | None]
+    output_tokens: NotRequired[int]
+    handle: NotRequired[Annotated[dict[str, Any], Shows(Handle)]]
+    keep_partial: NotRequired[bool]
+
+
+class Controlled(Effect):
+    """An order that was carried out."""
+
+    id: str
+    object: Literal["thinkfold.control"]
+    action: Action
+
 
 Action = Literal["end_thinking", "set_budget", "inject", "pause", "resume", "fork", "cancel"]
 
@@ -48,18 +69,19 @@ class ControlRequest(StrictModel):
 _FIELDS = {"set_budget": ("budget",), "inject": ("text", "token_ids"), "cancel": ("keep_partial",), "fork": ("at",)}
 
 
-@router.post("/v1/thinkfold/responses/{response_id}/control")
-async def control(request: Request, response_id: str) -> dict[str, Any]:
+@router.post("/v1/thinkfold/responses/{response_id}/control", responses=statuses(404, 409))
+async def control(
+    request: Request, response_id: str, body: Annotated[ControlRequest, body_of(ControlRequest)]
+) -> Controlled:
     """An order to a response that is being written."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, ControlRequest, state.options.max_body_bytes)
     body.check()
     controls = controllable(engine)
     labels = namespace_of(body.cache_salt, body.prompt_cache_key)
     controls.check_owner(response_id, owned(request, labels))
-    more = await _ACTIONS[body.action](engine, controls, response_id, body)
-    return {"id": response_id, "object": "thinkfold.control", "action": body.action, **more}
+    done: Controlled = {"id": response_id, "object": "thinkfold.control", "action": body.action}
+    return {**done, **await _ACTIONS[body.action](engine, controls, response_id, body)}
 
 
 def controllable(engine: Engine) -> Controllable:
@@ -69,12 +91,12 @@ def controllable(engine: Engine) -> Controllable:
     return engine
 
 
-async def _end_thinking(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+async def _end_thinking(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> Effect:
     await controls.end_thinking(name, body.choice)
     return {}
 
 
-async def _set_budget(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+async def _set_budget(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> Effect:
     """Null is no limit, as in a request."""
     if "budget" not in body.model_fields_set:
         raise ParameterError("budget", "is what set_budget sets; null or -1 is no limit")
@@ -83,30 +105,30 @@ async def _set_budget(engine: Engine, controls: Controllable, name: str, body: C
     return {"budget": await controls.set_budget(name, -1 if body.budget is None else body.budget)}
 
 
-async def _inject(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+async def _inject(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> Effect:
     if (body.text is None) == (body.token_ids is None):
         raise ParameterError("text", "inject takes either text or token_ids")
     ids = engine.prompts.encode_more(body.text) if body.text is not None else body.token_ids or []
     return {"output_tokens": await controls.inject(name, ids, body.choice)}
 
 
-async def _pause(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+async def _pause(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> Effect:
     await controls.pause(name, body.choice)
     return {}
 
 
-async def _resume(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+async def _resume(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> Effect:
     await controls.resume(name, body.choice)
     return {}
 
 
-async def _cancel(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+async def _cancel(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> Effect:
     keep = body.keep_partial is not False
     await controls.cancel(name, body.choice, keep_partial=keep)
     return {"keep_partial": keep}
 
 
-async def _fork(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> dict[str, Any]:
+async def _fork(engine: Engine, controls: Controllable, name: str, body: ControlRequest) -> Effect:
     return {"handle": handle_data(await controls.fork(name, body.at, body.choice))}
 
 
@@ -115,7 +137,7 @@ def handle_data(handle: Handle) -> dict[str, Any]:
     return asdict(handle)
 
 
-_ACTIONS: dict[str, Callable[[Engine, Controllable, str, ControlRequest], Awaitable[dict[str, Any]]]] = {
+_ACTIONS: dict[str, Callable[[Engine, Controllable, str, ControlRequest], Awaitable[Effect]]] = {
     "end_thinking": _end_thinking,
     "set_budget": _set_budget,
     "inject": _inject,

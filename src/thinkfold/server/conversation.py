@@ -87,7 +87,7 @@ class Conversation:
             if part.kind == "thinking":
                 self.add_reasoning("output", part.text)
             elif part.kind == "call":
-                self.add_call("output", call_prefix + part.id, part.name, part.text)
+                self.add_call("output", call_prefix + part.id, part.name, part.arguments())
             elif "content" in last:
                 last["content"] += part.text
             else:

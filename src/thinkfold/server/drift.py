@@ -16,6 +16,7 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from thinkfold.server.contract import Engine
+from thinkfold.server.replies import DriftRecord
 from thinkfold.server.turns import NextTurn
 from thinkfold.text.messages import Message
 from thinkfold.types import RequestOutput
@@ -69,11 +70,13 @@ class Drift:
     character: int
     same: int  # units before it
 
-    def shown(self, tokens_lost: int) -> dict[str, Any]:
+    def shown(self, tokens_lost: int) -> DriftRecord:
         """As clients see it."""
         unit = self.unit
-        where = {"tool": unit.place} if unit.kind == "tools" else {"message": unit.place, "role": unit.role}
-        return {"kind": unit.kind, **where, "character": self.character, "tokens_lost": tokens_lost}
+        shown: DriftRecord = {"kind": unit.kind, "character": self.character, "tokens_lost": tokens_lost}
+        if unit.kind == "tools":
+            return {**shown, "tool": unit.place}
+        return {**shown, "message": unit.place, "role": unit.role}
 
 
 def trace_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, tokens: int) -> Trace:
@@ -123,7 +126,7 @@ class Conversations:
         self._tenants: dict[str, OrderedDict[tuple[object, ...], list[Trace]]] = {}
         self._used: Counter[str] = Counter()
 
-    def take(self, owner: Owner, trace: Trace, cached: int, page_size: int, name: str) -> dict[str, Any] | None:
+    def take(self, owner: Owner, trace: Trace, cached: int, page_size: int, name: str) -> DriftRecord | None:
         """Keep the trace of an answered prompt, of which `cached` tokens were found; its drift as clients see it.
 
         A drift that cost less than a page is none, and a prompt beyond the bound is not looked at. `name` is the
@@ -173,7 +176,7 @@ class Conversations:
 
 async def look_back(
     conversations: Conversations, owner: Owner, engine: Engine, turn: NextTurn, tokens: int, output: RequestOutput
-) -> dict[str, Any] | None:
+) -> DriftRecord | None:
     """After a reply's last `output`: compare its prompt of `tokens` tokens with the conversation's earlier ones."""
     if output.error is not None or not engine.config.enable_prefix_caching:
         return None

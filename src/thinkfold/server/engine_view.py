@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter, Request
+from typing_extensions import TypedDict
 
 from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.server.fields import check_model
@@ -13,6 +14,53 @@ from thinkfold.server.health import condition
 from thinkfold.server.state import state_of
 
 router = APIRouter()
+
+
+class HostPages(TypedDict):
+    total: int
+    used: int
+
+
+class PoolView(TypedDict):
+    """Pages of the pool by class, and of the host tier; requests have those that are `held`."""
+
+    total: int
+    held: int
+    free: int
+    by_class: dict[str, int]
+    host: HostPages
+    page_size: int
+    page_bytes: int
+
+
+class PrefixView(TypedDict):
+    queried_tokens: int
+    hit_tokens: int
+
+
+class FoldView(TypedDict):
+    done: int
+    refused: int
+    tokens: int
+
+
+class EngineView(TypedDict):
+    """Gauges of now and totals since the start. Rates come from two answers and `clock_s`, the server's own clock."""
+
+    object: Literal["thinkfold.engine"]
+    model: str
+    ready: bool
+    reason: str
+    clock_s: float
+    running: int
+    waiting: int
+    pages: PoolView
+    prefix: PrefixView
+    folds: FoldView
+    pressure: dict[str, int]
+    preemptions: int
+    totals: dict[str, int | float]
+
 
 _TOTALS = (
     "steps",
@@ -26,7 +74,7 @@ _TOTALS = (
 
 
 @router.get("/v1/thinkfold/engine")
-async def show_engine(request: Request) -> dict[str, Any]:
+async def show_engine(request: Request) -> EngineView:
     """Gauges of now and totals since the start. `clock_s` is the server's own clock: rates come from two answers."""
     state = state_of(request)
     engine = state.slot.require()
@@ -49,7 +97,7 @@ async def show_engine(request: Request) -> dict[str, Any]:
     }
 
 
-def _pages(stats: EngineStats, model: ModelInfo) -> dict[str, Any]:
+def _pages(stats: EngineStats, model: ModelInfo) -> PoolView:
     """Pages of the pool by class, and of the host tier; requests have those that are `held`."""
     use = stats.kv_pages
     return {

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from thinkfold.errors import (
     CapacityError,
@@ -96,7 +97,22 @@ class Failure:
     param: str | None = None
 
 
-ErrorBody = Callable[[Failure], dict[str, Any]]
+ErrorBody = Callable[[Failure], Mapping[str, Any]]
+
+
+class ErrorFields(TypedDict):
+    """`param` names the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(TypedDict):
+    """OpenAI's error. In a stream it is the last event before `[DONE]`."""
+
+    error: ErrorFields
 
 
 def failure_of(error: Exception) -> Failure:
@@ -108,10 +124,15 @@ def failure_of(error: Exception) -> Failure:
     return Failure(500, "server_error", "internal error", "internal_error")
 
 
-def openai_body(failure: Failure) -> dict[str, Any]:
+def openai_body(failure: Failure) -> ErrorReply:
     """`{"error": …}`."""
-    names = ("message", "type", "param", "code")
-    return {"error": {name: getattr(failure, name) for name in names}}
+    error: ErrorFields = {
+        "message": failure.message,
+        "type": failure.type,
+        "param": failure.param,
+        "code": failure.code,
+    }
+    return {"error": error}
 
 
 def _clean(text: str) -> str:

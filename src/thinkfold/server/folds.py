@@ -7,12 +7,13 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.agents.fields import SessionFields, StepCacheFields
 from thinkfold.server.body import StrictModel
 from thinkfold.server.errors import renamed
+from thinkfold.server.replies import FoldNews, SegmentPlace, SegmentState
 from thinkfold.types import Fold, FoldParams, Segment
 
 EVENT = "thinkfold.fold"
@@ -64,7 +65,7 @@ class ThinkfoldFields(StrictModel):
             raise renamed(error, FIELD_NAMES) from None
 
 
-def fold_data(choice: int, fold: Fold, segments: Sequence[Segment]) -> dict[str, Any]:
+def fold_data(choice: int, fold: Fold, segments: Sequence[Segment]) -> FoldNews:
     """A fold as JSON. `segment` is the one it ends in (None if it is not known); an unknown error is None."""
     owner = segment_of(fold, segments)
     return {
@@ -80,12 +81,12 @@ def fold_data(choice: int, fold: Fold, segments: Sequence[Segment]) -> dict[str,
     }
 
 
-def segment_data(choice: int, segment: Segment) -> dict[str, Any]:
+def segment_data(choice: int, segment: Segment) -> SegmentPlace:
     """A finished segment as JSON."""
     return {"choice": choice, "id": segment.id, "start": segment.start, "end": segment.end}
 
 
-def log_fold(request_id: str, data: dict[str, Any]) -> None:
+def log_fold(request_id: str, data: FoldNews) -> None:
     """One line for the operator: a JSON object."""
     logger.info(json.dumps({"event": EVENT, "request": request_id, **data}))
 
@@ -96,7 +97,7 @@ def segment_of(fold: Fold, segments: Sequence[Segment]) -> Segment | None:
     return segments[index] if index >= 0 else None
 
 
-def segment_states(choice: int, segments: Sequence[Segment], folds: Sequence[Fold]) -> list[dict[str, Any]]:
+def segment_states(choice: int, segments: Sequence[Segment], folds: Sequence[Fold]) -> list[SegmentState]:
     """What became of each finished segment.
 
     `folded`: most of its tokens are in summaries. `raw`: the gate refused to fold it. `closed`:
@@ -111,7 +112,7 @@ def segment_states(choice: int, segments: Sequence[Segment], folds: Sequence[Fol
     ]
 
 
-def _state(segment: Segment, done: Sequence[Fold], refused: Sequence[Fold]) -> str:
+def _state(segment: Segment, done: Sequence[Fold], refused: Sequence[Fold]) -> Literal["folded", "raw", "closed"]:
     half = (segment.end - segment.start) / 2
     if _covered(segment, done) >= half:
         return "folded"

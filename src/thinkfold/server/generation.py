@@ -52,7 +52,7 @@ class Writer(Protocol):
     keep_alive: bytes
     keeps_text: bool  # whether a stream needs the choices' texts at its end
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Mapping[str, Any]:
         """The body of a reply that is not streamed."""
         ...
 
@@ -220,7 +220,7 @@ def _told(job: Job, choice: Choice, news: CompletionOutput, outcome: Outcome | N
     return segments + [Told(EVENT, {"fold": data}) for data in folds] + states
 
 
-async def _whole(feed: Feed, job: Job, writer: Writer, accounts: tuple[RequestTimer, Serving]) -> dict[str, Any]:
+async def _whole(feed: Feed, job: Job, writer: Writer, accounts: tuple[RequestTimer, Serving]) -> Mapping[str, Any]:
     timer, serving = accounts
     reply = Reply(len(job.prompts), job.sampling.n, keep_text=True, serving=serving)
     while not reply.finished:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from thinkfold.server.replies import LegacyLogprobs, Logprobs, TokenLogprob, TokenText
 from thinkfold.types import Phase, TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
@@ -31,14 +31,14 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LOWEST
 
 
-def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> TokenText:
     data = token_bytes(token_id)
     return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def chat_logprobs(items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes) -> dict[str, Any]:
+def chat_logprobs(items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes) -> Logprobs:
     """`{"content": [...], "reasoning": [...], "refusal": null}` with `num_top` alternatives a token."""
-    shown: dict[Phase, list[dict[str, Any]]] = {Phase.ANSWER: [], Phase.THINKING: []}
+    shown: dict[Phase, list[TokenLogprob]] = {Phase.ANSWER: [], Phase.THINKING: []}
     for item in items:
         if item.phase is not None:
             top = [_entry(i, value, token_bytes) for i, value in item.top[:num_top]]
@@ -48,7 +48,7 @@ def chat_logprobs(items: Sequence[TokenLogprobs], num_top: int, token_bytes: Tok
 
 def legacy_logprobs(
     items: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes, position: TextPosition
-) -> dict[str, Any]:
+) -> LegacyLogprobs:
     """The lists of `/v1/completions`, answer tokens only; moves `position` behind them."""
     items = [item for item in items if item.phase is Phase.ANSWER]
     tokens = [token_bytes(item.token_id).decode("utf-8", "replace") for item in items]

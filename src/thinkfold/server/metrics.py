@@ -205,7 +205,7 @@ def _labelled(
     return family
 
 
-@router.get("/metrics")
+@router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
 async def metrics(request: Request) -> Response:
     """Metrics as Prometheus text."""
     registry = request.app.state.thinkfold.metrics.registry

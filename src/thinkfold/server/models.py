@@ -2,37 +2,108 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Request
+from typing_extensions import TypedDict
 
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.fold import selectors
 from thinkfold.server.contract import Engine, EngineSlot
 from thinkfold.server.fields import check_model
+from thinkfold.server.routing import statuses
 from thinkfold.server.state import state_of
 from thinkfold.types import EFFORT_BUDGETS, FOLD_PROFILES, UNLIMITED, FoldMode
 
 router = APIRouter()
 
 
+class Markers(TypedDict):
+    start: str
+    end: str
+
+
+class ThinkingAbilities(TypedDict):
+    """Markers, and which wishes about thinking are honoured; an effort without a limit is null."""
+
+    markers: Markers
+    can_be_off: bool
+    efforts: dict[str, int | None]
+
+
+class FoldAbilities(TypedDict):
+    """Whether thinking can be folded, and how."""
+
+    available: bool
+    policy: NotRequired[str]
+    policies: NotRequired[list[str]]
+    profiles: NotRequired[list[str]]
+    selectors: NotRequired[list[str]]
+    swap: NotRequired[bool]
+
+
+class KvCacheFacts(TypedDict):
+    dtype: str
+    fp8_error: float | None
+
+
+class Abilities(TypedDict):
+    """What is enforced here, and how much fits; `thinking` is null for a model that does not think."""
+
+    family: str | None
+    thinks: bool
+    budget_enforced: bool
+    default_thinking_budget: int
+    sampling_defaults: dict[str, float | int]
+    kv_capacity: int
+    kv_cache: KvCacheFacts
+    thinking: ThinkingAbilities | None
+    fold: FoldAbilities
+
+
+class ModelCard(TypedDict):
+    """The served model, in OpenAI's and Anthropic's words, and what it can do."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+    thinkfold: Abilities
+
+
+class ModelList(TypedDict):
+    """A list of one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
 @router.get("/v1/models")
-async def list_models(request: Request) -> dict[str, Any]:
+async def list_models(request: Request) -> ModelList:
     """The served model and what it can do."""
     card = _card(state_of(request).slot)
-    page = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
-    return {"object": "list", "data": [card], **page}
+    return {"object": "list", "data": [card], "first_id": card["id"], "last_id": card["id"], "has_more": False}
 
 
-@router.get("/v1/models/{name:path}")
-async def show_model(request: Request, name: str) -> dict[str, Any]:
+@router.get("/v1/models/{name:path}", responses=statuses(404))
+async def show_model(request: Request, name: str) -> ModelCard:
     """One model; there is one."""
     slot = state_of(request).slot
     check_model(slot.require(), name)
     return _card(slot)
 
 
-def _card(slot: EngineSlot) -> dict[str, Any]:
+def _card(slot: EngineSlot) -> ModelCard:
     engine = slot.require()
     model = engine.model
     name = check_model(engine, None)
@@ -62,7 +133,7 @@ def _card(slot: EngineSlot) -> dict[str, Any]:
     }
 
 
-def _thinking(engine: Engine, model: ModelInfo) -> dict[str, Any]:
+def _thinking(engine: Engine, model: ModelInfo) -> ThinkingAbilities:
     """Markers, and which wishes about thinking are honoured. An effort without a limit is null."""
     markers = engine.prompts.markers
     can_be_off = model.budget_enforced or engine.prompts.has_thinking_switch
@@ -75,7 +146,7 @@ def _thinking(engine: Engine, model: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _fold(engine: Engine, model: ModelInfo) -> dict[str, Any]:
+def _fold(engine: Engine, model: ModelInfo) -> FoldAbilities:
     """Whether this model's thinking can be folded, and how."""
     if not model.thinks:
         return {"available": False}

@@ -10,20 +10,23 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from typing_extensions import TypedDict
 
 from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
-from thinkfold.server.body import StrictModel, read_body
+from thinkfold.server.body import StrictModel
 from thinkfold.server.contract import Controllable, Engine
 from thinkfold.server.control import controllable, handle_data
 from thinkfold.server.feed import Feed
 from thinkfold.server.fields import RequestFields, check_model, namespace_of
+from thinkfold.server.replies import Bill, Ending, Shows
 from thinkfold.server.reply import Reply
+from thinkfold.server.routing import body_of, statuses
 from thinkfold.server.serving import Asks, Serving, open_serving
 from thinkfold.server.state import ServerState, owned, state_of
-from thinkfold.types import CompletionOutput, RequestOutput, SamplingParams, Until
+from thinkfold.types import CompletionOutput, Handle, Phase, RequestOutput, SamplingParams, Until
 
 router = APIRouter()
 
@@ -68,12 +71,44 @@ class PartialRequest(RequestFields):
                 raise ParameterError(fixed[0], "was fixed when the handle's response began")
 
 
-@router.post("/v1/thinkfold/partial")
-async def partial(request: Request) -> dict[str, Any]:
+class PartialChoice(Ending):
+    """What was written of one choice; without `handle` it has ended."""
+
+    index: int
+    reasoning: str
+    text: str
+    phase: Phase
+    output_tokens: int
+    handle: Annotated[dict[str, Any] | None, Shows(Handle | None)]
+
+
+class PartialUsage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    thinkfold: Bill
+
+
+class PartialReply(TypedDict):
+    """A part of a response."""
+
+    id: str
+    object: Literal["thinkfold.partial"]
+    model: str
+    choices: list[PartialChoice]
+    usage: PartialUsage
+
+
+class DroppedHandle(TypedDict):
+    handle: str
+    object: Literal["thinkfold.handle"]
+    deleted: bool
+
+
+@router.post("/v1/thinkfold/partial", responses=statuses(404, 409))
+async def partial(request: Request, body: Annotated[PartialRequest, body_of(PartialRequest)]) -> PartialReply:
     """A part of a response, and a handle to go on from."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, PartialRequest, state.options.max_body_bytes)
     body.check()
     controls, name = controllable(engine), f"part-{uuid.uuid4().hex}"
     model, namespace = check_model(engine, body.model), owned(request, body.namespace)
@@ -95,7 +130,7 @@ async def partial(request: Request) -> dict[str, Any]:
     ends = await _read(request, outputs, reply, lambda handle: controls.drop(handle, namespace))
     choices = [_choice(reply, news) for _, news in sorted(ends.items())]
     costs = reply.costs()
-    usage = {
+    usage: PartialUsage = {
         "prompt_tokens": costs.prompt_tokens,
         "completion_tokens": costs.thinking_tokens + costs.answer_tokens,
         "thinkfold": reply.bill(),
@@ -103,8 +138,8 @@ async def partial(request: Request) -> dict[str, Any]:
     return {"id": name, "object": "thinkfold.partial", "model": model, "choices": choices, "usage": usage}
 
 
-@router.delete("/v1/thinkfold/partial/{handle}")
-async def drop(request: Request, handle: str, cache_salt: str = "", prompt_cache_key: str = "") -> dict[str, Any]:
+@router.delete("/v1/thinkfold/partial/{handle}", responses=statuses(404))
+async def drop(request: Request, handle: str, cache_salt: str = "", prompt_cache_key: str = "") -> DroppedHandle:
     """Forget a handle. Its owner's labels are query parameters."""
     controls = controllable(state_of(request).slot.require())
     await controls.drop(handle, owned(request, namespace_of(cache_salt or None, prompt_cache_key or None)))
@@ -172,7 +207,7 @@ async def _read(
     return ends
 
 
-def _choice(reply: Reply, last: CompletionOutput) -> dict[str, Any]:
+def _choice(reply: Reply, last: CompletionOutput) -> PartialChoice:
     choice = reply.choices[last.index]
     return {
         "index": choice.index,

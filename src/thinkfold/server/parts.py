@@ -5,11 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from thinkfold.server.reply import Run
 from thinkfold.text.tool_calls import CallArguments, CallBegun, Content, ToolCallParser, ToolFormat
 from thinkfold.types import Phase
+
+INVALID = "INVALID_JSON"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,17 @@ class Part:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    def arguments(self) -> dict[str, Any]:
+        """A call's arguments: half of them where the reply was cut, as clients read half a stream.
+
+        What is no JSON object is wrapped in one, as Anthropic advises its clients to do.
+        """
+        try:
+            value = from_json(self.text or "{}", allow_partial=True, allow_inf_nan=False)
+        except ValueError:
+            value = None
+        return value if isinstance(value, dict) else {INVALID: self.text}
 
 
 class PartReader:

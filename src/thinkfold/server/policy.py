@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
+from thinkfold.server.replies import Policies
 from thinkfold.types import UNLIMITED, FoldPolicy, Limits, ThinkingParams, ThinkingPolicy
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -74,6 +75,14 @@ def agreed(given: dict[str, Any]) -> Any:
     return given[names[0]] if names else None
 
 
-def echo(thinking: ThinkingPolicy, fold: FoldPolicy, limits: Limits) -> dict[str, Any]:
+def echo(thinking: ThinkingPolicy, fold: FoldPolicy, limits: Limits) -> Policies:
     """The effective policy as the reply shows it; a null budget is no limit. `clamped`: what had to give way."""
-    return {"thinking": asdict(thinking), "fold": asdict(fold), **asdict(limits)}
+    return {
+        "thinking": asdict(thinking),
+        "fold": asdict(fold),
+        "max_tokens": limits.max_tokens,
+        "clamped": [asdict(clamp) for clamp in limits.clamped],
+        "tier": limits.tier,
+        "deadline_ms": limits.deadline_ms,
+        "max_cost": limits.max_cost,
+    }

@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from typing_extensions import TypedDict
 
 from thinkfold.errors import ParameterError, RequestFailedError, UnsupportedError
-from thinkfold.server.body import StrictModel, parse_body, read_body
+from thinkfold.server.body import StrictModel, parse_body
 from thinkfold.server.contract import Engine, Warmable
 from thinkfold.server.fields import check_model, namespace_of
+from thinkfold.server.routing import body_of, statuses
 from thinkfold.server.state import owned_by, state_of, tenant_of
 from thinkfold.types import PinnedPrefix
 from thinkfold.types.checks import number
@@ -67,25 +69,50 @@ class WarmFile(StrictModel):
     prefixes: list[WarmPrefix]
 
 
-@router.post("/v1/thinkfold/prefixes")
-async def pin(request: Request) -> dict[str, Any]:
+class Prefix(TypedDict):
+    """A pinned prefix: whole KV `pages` of its `tokens`, of which `computed_tokens` went through the model for it.
+
+    `ahead`: made for a conversation's next turn.
+    """
+
+    name: str
+    object: Literal["thinkfold.prefix"]
+    tokens: int
+    pages: int
+    ttl_s: float | None
+    ahead: bool
+    computed_tokens: int
+
+
+class PrefixList(TypedDict):
+    object: Literal["list"]
+    data: list[Prefix]
+
+
+class DeletedPrefix(TypedDict):
+    name: str
+    object: Literal["thinkfold.prefix"]
+    deleted: bool
+
+
+@router.post("/v1/thinkfold/prefixes", responses=statuses(404))
+async def pin(request: Request, body: Annotated[PrefixRequest, body_of(PrefixRequest)]) -> Prefix:
     """Prefill and pin a prefix for the caller's tenant."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, PrefixRequest, state.options.max_body_bytes)
     body.check()
     return _shown(await _pin(engine, body, tenant_of(request)))
 
 
 @router.get("/v1/thinkfold/prefixes")
-async def pinned(request: Request) -> dict[str, Any]:
+async def pinned(request: Request) -> PrefixList:
     """The pinned prefixes of the caller's tenant."""
     engine = warmable(state_of(request).slot.require())
     return {"object": "list", "data": [_shown(one) for one in await engine.pinned(tenant_of(request))]}
 
 
-@router.delete("/v1/thinkfold/prefixes/{name}")
-async def unpin(request: Request, name: str) -> dict[str, Any]:
+@router.delete("/v1/thinkfold/prefixes/{name}", responses=statuses(404))
+async def unpin(request: Request, name: str) -> DeletedPrefix:
     """Unpin a prefix of the caller's tenant; its pages become cached ones."""
     await warmable(state_of(request).slot.require()).unpin(name, tenant_of(request))
     return {"name": name, "object": "thinkfold.prefix", "deleted": True}
@@ -134,7 +161,7 @@ async def _pin(engine: Engine, body: PrefixRequest, tenant: str) -> PinnedPrefix
     return pinned
 
 
-def _shown(prefix: PinnedPrefix) -> dict[str, Any]:
+def _shown(prefix: PinnedPrefix) -> Prefix:
     return {
         "name": prefix.name,
         "object": "thinkfold.prefix",

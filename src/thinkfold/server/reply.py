@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import cast
 
 from thinkfold.server.folds import segment_states
 from thinkfold.server.policy import echo
+from thinkfold.server.replies import Bill, Ending, ThinkfoldReply, TimeCosts, Usage
 from thinkfold.server.serving import Serving
 from thinkfold.types import (
     CompletionOutput,
@@ -24,8 +25,6 @@ from thinkfold.types import (
     ThinkingPolicy,
     TokenLogprobs,
 )
-
-_TIMES = ("queue_s", "prefill_s", "thinking_s", "answer_s", "paused_s", "device_s")
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class Choice:
     def _joined(self, phase: Phase) -> str:
         return "".join(run.text for run in self.runs if run.phase is phase)
 
-    def ending(self) -> dict[str, Any]:
+    def ending(self) -> Ending:
         """How the choice ended, as every API shows it."""
         return {
             "finish_reason": self.finish_reason,
@@ -140,7 +139,7 @@ class Reply:
                 setattr(total, f.name, getattr(total, f.name) + getattr(costs, f.name))
         return total
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """OpenAI's usage object with ours in it; each prompt counts once, outputs add up, also of samples not shown."""
         costs, (completion, reasoning) = self.costs(), self.written()
         return {
@@ -160,23 +159,26 @@ class Reply:
         output = sum(choice.num_output_tokens for choice in self.choices)
         return output, sum(choice.num_thinking_tokens for choice in self.choices)
 
-    def bill(self) -> dict[str, Any]:
+    def bill(self) -> Bill:
         """The three costs, and what limits, prices and kept answers add."""
         costs = self.costs()
-        return {**three_costs(costs), **({} if self._serving is None else self._serving.usage(costs))}
+        bill = three_costs(costs)
+        return bill if self._serving is None else {**bill, **self._serving.usage(costs)}
 
-    def thinkfold(self) -> dict[str, Any]:
+    def thinkfold(self) -> ThinkfoldReply:
         """Our own object: the effective policies and what became of segments."""
         assert self._policies is not None
         states = [state for c in self.choices for state in segment_states(c.index, c.segments, c.folds)]
-        serving, policy = self._serving, echo(*self._policies)
-        more = {} if serving is None else serving.shown()
-        policy |= {} if serving is None else serving.policy()
-        decided = {} if self.outcome is None else {self.outcome.field: asdict(self.outcome)}
-        return {"policy": policy, "segments": states, **more, **decided}
+        shown: ThinkfoldReply = {"policy": echo(*self._policies), "segments": states}
+        if self._serving is not None:
+            shown["policy"]["control"] = self._serving.control_shown()
+            shown = {**shown, **self._serving.shown()}
+        if self.outcome is not None:
+            shown[self.outcome.field] = asdict(self.outcome)
+        return shown
 
 
-def three_costs(costs: Costs) -> dict[str, Any]:
+def three_costs(costs: Costs) -> Bill:
     """Tokens, KV memory and time (seconds), and what folding did."""
     return {
         "tokens": {
@@ -196,7 +198,7 @@ def three_costs(costs: Costs) -> dict[str, Any]:
             "swapped_bytes": costs.swapped_bytes,
             "preemptions": costs.preemptions,
         },
-        "time": {name: getattr(costs, name) for name in _TIMES},
+        "time": cast(TimeCosts, {name: getattr(costs, name) for name in TimeCosts.__annotations__}),
         "folds": costs.folds,
         "folds_refused": costs.folds_refused,
         "folded_tokens": costs.folded_tokens,

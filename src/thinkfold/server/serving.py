@@ -13,6 +13,7 @@ from thinkfold.errors import ParameterError
 from thinkfold.server.agents.step_cache import Answer, StepCache, key_of
 from thinkfold.server.errors import renamed
 from thinkfold.server.folds import FIELD_NAMES, ThinkfoldFields
+from thinkfold.server.replies import DriftRecord, ServingCosts, ServingNews
 from thinkfold.server.state import ServerState, state_of, tenant_of
 from thinkfold.server.tiers import ServedTier, Slo
 from thinkfold.types import (
@@ -61,7 +62,7 @@ class Serving:
     cache: StepCache | None = None
     key: tuple[str, str] = ("", "")
     answer: Answer | None = None  # kept for this step
-    drift: dict[str, Any] | None = None  # what of the conversation's earlier text had changed
+    drift: DriftRecord | None = None  # what of the conversation's earlier text had changed
 
     def note(self, prompt: int, output: RequestOutput) -> None:
         """News of one of the request's prompts."""
@@ -97,23 +98,29 @@ class Serving:
             outcome=answer.outcome,
         )
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> ServingNews:
         """What the reply's own object says of the session and of the conversation's earlier turns."""
-        drift = {} if self.drift is None else {"drift": self.drift}
-        return drift if self.call is None else {"session": self.call.view(), **drift}
+        shown: ServingNews = {}
+        if self.call is not None:
+            shown["session"] = self.call.view()
+        if self.drift is not None:
+            shown["drift"] = self.drift
+        return shown
 
-    def policy(self) -> dict[str, Any]:
+    def control_shown(self) -> dict[str, Any] | None:
         """What the reply's policy says of early stopping: the effective wish, null where nothing was asked for."""
-        return {"control": None if self.control is None or not self.control.asks else asdict(self.control)}
+        return None if self.control is None or not self.control.asks else asdict(self.control)
 
-    def usage(self, costs: Costs) -> dict[str, Any]:
+    def usage(self, costs: Costs) -> ServingCosts:
         """What usage says beside the three costs: the bill where a limit or a price is set, the cache's mark."""
-        service, more = self.service, {}
+        service = self.service
+        more: ServingCosts = {}
         if service.max_cost is not None or service.prices != Service().prices:
             more["cost"] = service.prices.cost(costs)
         if self.cache is not None:
-            age = {} if self.answer is None else {"age_s": round(self.cache.clock() - self.answer.made, 3)}
-            more["step_cache"] = {"hit": self.answer is not None, **age}
+            more["step_cache"] = {"hit": self.answer is not None}
+            if self.answer is not None:
+                more["step_cache"]["age_s"] = round(self.cache.clock() - self.answer.made, 3)
         return more
 
     def close(self) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-DONE = b"data: [DONE]\n\n"
+DONE = "[DONE]"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def event(data: dict[str, Any], name: str = "") -> bytes:
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """One event, named if it is not an ordinary chunk. Its text may not hold lone surrogates, NaN or infinities."""
     head = f"event: {name}\ndata: " if name else "data: "
     return (

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter, Request
+from typing_extensions import TypedDict
 
 from thinkfold.errors import ConflictError, UnsupportedError
 from thinkfold.server.contract import Forgetting
+from thinkfold.server.routing import statuses
 from thinkfold.server.state import ServerState, owned_by, state_of, tenant_of
 from thinkfold.server.turns import give_up_ahead
 
 router = APIRouter()
 
 
-@router.delete("/v1/thinkfold/tenant")
-async def delete(request: Request) -> dict[str, Any]:
+class Forgotten(TypedDict):
+    """How many of each kind are gone."""
+
+    id: str
+    object: Literal["thinkfold.tenant"]
+    deleted: dict[str, int]
+
+
+@router.delete("/v1/thinkfold/tenant", responses=statuses(409))
+async def delete(request: Request) -> Forgotten:
     """Forget all that is kept for the caller's tenant."""
     return await forget(state_of(request), tenant_of(request))
 
 
-@router.delete("/admin/tenants/{tenant}")
-async def delete_any(request: Request, tenant: str) -> dict[str, Any]:
+@router.delete("/admin/tenants/{tenant}", responses=statuses(409))
+async def delete_any(request: Request, tenant: str) -> Forgotten:
     """Forget all that is kept for a tenant."""
     return await forget(state_of(request), tenant)
 
 
-async def forget(state: ServerState, tenant: str) -> dict[str, Any]:
+async def forget(state: ServerState, tenant: str) -> Forgotten:
     """How many of what went. Raises ConflictError while a response of the tenant runs: it would leave new traces."""
     engine = state.slot.require()
     if not isinstance(engine, Forgetting):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
+
+from typing_extensions import TypedDict
 
 from thinkfold.errors import ParameterError
 from thinkfold.types.checks import integer
@@ -40,3 +43,14 @@ class SessionState:
     calls: int
     cached_answers: int
     expires_in_s: float
+
+
+class SessionView(TypedDict):
+    """Where an agent session stands, in thinking tokens; `call_budget` is this call's."""
+
+    id: str
+    object: Literal["thinkfold.session"]
+    total_budget: int
+    spent: int
+    remaining: int
+    call_budget: int

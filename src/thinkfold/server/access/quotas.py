@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from typing_extensions import TypedDict
 
 from thinkfold.server.access.errors import RateLimitError
 from thinkfold.server.access.keys import ApiKey
@@ -51,6 +52,19 @@ class Usage:
     buckets: dict[str, Bucket] = field(default_factory=dict)
 
 
+class KeyUsage(TypedDict):
+    """What one key has used, for an operator. `left` is what its limits leave it, by their names."""
+
+    name: str
+    tenant: str
+    admin: bool
+    left: dict[str, int]
+    requests: int
+    tokens: int
+    refused: int
+    thinking: int
+
+
 class Quotas:
     """Holds every key to its limits. Keys come from a bounded table."""
 
@@ -92,14 +106,24 @@ class Quotas:
             usage.refused += 1
             raise RateLimitError(name, getattr(key, name), wait)
 
-    def report(self, keys: tuple[ApiKey, ...]) -> list[dict[str, Any]]:
+    def report(self, keys: tuple[ApiKey, ...]) -> list[KeyUsage]:
         """What every key has used, for an operator; nothing of a key's secret."""
-        rows = []
+        rows: list[KeyUsage] = []
         for key in keys:
             usage = self.usage(key)
             left = {name: round(bucket.left) for name, bucket in usage.buckets.items()}
-            row = {"name": key.name, "tenant": key.owner, "admin": key.admin, "left": left}
-            rows.append(row | {name: getattr(usage, name) for name in ("requests", "tokens", "refused", "thinking")})
+            rows.append(
+                {
+                    "name": key.name,
+                    "tenant": key.owner,
+                    "admin": key.admin,
+                    "left": left,
+                    "requests": usage.requests,
+                    "tokens": usage.tokens,
+                    "refused": usage.refused,
+                    "thinking": usage.thinking,
+                }
+            )
         return rows
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
-from thinkfold.errors import ParameterError, RequestFailedError, UnsupportedError
+from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.server.conversation import Conversation
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.messages.fields import CacheControl, PromptFields
+from thinkfold.server.messages.shapes import Block, ThinkingBlock, ToolUseBlock
 from thinkfold.server.parts import Part
 
 SEPARATOR = "\n\n"  # between text blocks, and between turns of one role
@@ -31,7 +30,7 @@ class ThinkingSeal:
         self._keyring = keyring
         self._context = ("messages", tenant)
 
-    def block(self, text: str, *, omitted: bool) -> dict[str, Any]:
+    def block(self, text: str, *, omitted: bool) -> ThinkingBlock:
         """The thinking block of `text`."""
         return {"type": "thinking", "thinking": "" if omitted else text, "signature": self.signature(text, omitted)}
 
@@ -59,24 +58,20 @@ class ThinkingSeal:
         return sealed
 
 
-def content_of(parts: Sequence[Part], seal: ThinkingSeal, *, omitted: bool) -> list[dict[str, Any]]:
+def content_of(parts: Sequence[Part], seal: ThinkingSeal, *, omitted: bool) -> list[Block]:
     """The blocks of a finished reply."""
     return [_block_of(part, seal, omitted) for part in parts]
 
 
-def _block_of(part: Part, seal: ThinkingSeal, omitted: bool) -> dict[str, Any]:
+def _block_of(part: Part, seal: ThinkingSeal, omitted: bool) -> Block:
     if part.kind == "thinking":
         return seal.block(part.text, omitted=omitted)
     if part.kind == "text":
         return {"type": "text", "text": part.text}
-    try:  # half an input where `max_tokens` cut it, as clients read half a stream
-        value = from_json(part.text or "{}", allow_partial=True)
-    except ValueError as error:
-        raise RequestFailedError(f"the model wrote an input of {part.name!r} that is no JSON: {error}") from None
-    return {**call_block(part), "input": value}
+    return {**call_block(part), "input": part.arguments()}
 
 
-def call_block(part: Part) -> dict[str, Any]:
+def call_block(part: Part) -> ToolUseBlock:
     """A call as it begins."""
     return {"type": "tool_use", "id": CALL_PREFIX + part.id, "name": part.name, "input": {}}
 

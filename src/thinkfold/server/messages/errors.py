@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from thinkfold.server.errors import Failure
+from thinkfold.server.messages.shapes import MessagesError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -17,7 +16,7 @@ _TYPES = {
 }
 
 
-def error_body(failure: Failure) -> dict[str, Any]:
+def error_body(failure: Failure) -> MessagesError:
     """`{"type": "error", "error": …}`; the message begins with the field's name."""
     kind = _TYPES.get(failure.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": failure.message}}

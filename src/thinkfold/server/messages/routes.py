@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
-from thinkfold.server.body import read_body
 from thinkfold.server.contract import Engine
 from thinkfold.server.conversation import naming
 from thinkfold.server.fields import check_model
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.messages.blocks import ThinkingSeal, conversation_of
 from thinkfold.server.messages.fields import NAMES, TOOL_NAMES, MessagesRequest, PromptFields
+from thinkfold.server.messages.shapes import Message, MessageEvent, TokenCount
 from thinkfold.server.messages.writer import MessageWriter
+from thinkfold.server.routing import body_of, replies, statuses
 from thinkfold.server.state import ServerState, state_of, tenant_of
 from thinkfold.server.tools import flat_names
 from thinkfold.types import SamplingParams
@@ -23,22 +24,20 @@ from thinkfold.types import SamplingParams
 router = APIRouter()
 
 
-@router.post("/v1/messages")
-async def messages(request: Request) -> Response:
+@router.post("/v1/messages", responses=replies(Message, MessageEvent, 404))
+async def messages(request: Request, body: Annotated[MessagesRequest, body_of(MessagesRequest)]) -> Response:
     """Anthropic Messages."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, MessagesRequest, state.options.max_body_bytes)
     job, writer = await asyncio.to_thread(_prepare, state, engine, body, tenant_of(request))
     return await respond(request, engine, job, writer)
 
 
-@router.post("/v1/messages/count_tokens")
-async def count_tokens(request: Request) -> dict[str, Any]:
+@router.post("/v1/messages/count_tokens", responses=statuses(404))
+async def count_tokens(request: Request, body: Annotated[PromptFields, body_of(PromptFields)]) -> TokenCount:
     """Tokens of the prompt that such a request would have."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, PromptFields, state.options.max_body_bytes)
     seal = ThinkingSeal(state.options.keyring, tenant_of(request))
     return {"input_tokens": len(await asyncio.to_thread(_encode, engine, body, seal))}
 

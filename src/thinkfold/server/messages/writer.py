@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from thinkfold.server.errors import failure_of
 from thinkfold.server.generation import Job, Told
 from thinkfold.server.messages.blocks import ThinkingSeal, call_block, content_of
 from thinkfold.server.messages.errors import error_body
+from thinkfold.server.messages.shapes import (
+    BegunMessage,
+    Block,
+    InputDelta,
+    Message,
+    MessageEvent,
+    MessageHead,
+    MessageMore,
+    MessageStop,
+    MessageUsage,
+    SignatureDelta,
+    TextDelta,
+    ThinkingDelta,
+)
 from thinkfold.server.parts import Part, PartReader, part_of, parts_of
 from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.streaming import event
@@ -32,7 +45,7 @@ class MessageWriter:
         self._open: Part | None = None
         self._index = -1
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> Message:
         choice = reply.choices[0]
         content = content_of(parts_of(choice.runs, self._reader), self._seal, omitted=self._omitted)
         return {
@@ -44,9 +57,9 @@ class MessageWriter:
 
     def start(self, reply: Reply) -> Iterator[bytes]:
         # How much of the prompt was cached is not known yet; `message_delta` says it.
-        usage = {"input_tokens": len(self._job.prompts[0]), "output_tokens": 0}
-        message = {**self._head([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield _event("message_start", message=message)
+        usage: MessageUsage = {"input_tokens": len(self._job.prompts[0]), "output_tokens": 0}
+        message: BegunMessage = {**self._head([]), "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _event({"type": "message_start", "message": message})
 
     def news(self, choice: Choice, news: CompletionOutput, told: Sequence[Told]) -> Iterator[bytes]:
         events = [*self._reader.read(Phase.THINKING, news.reasoning), *self._reader.read(Phase.ANSWER, news.text)]
@@ -57,13 +70,13 @@ class MessageWriter:
             if not isinstance(each, CallBegun):
                 yield from self._delta(part, each.text)
         for name, data in told:
-            yield _event(name, thinkfold=data)
+            yield event({"type": name, "thinkfold": data}, name)
 
     def end(self, reply: Reply) -> Iterator[bytes]:
         yield from self._turn_to(None)
         stop = self._stop(reply.choices[0])
-        yield _event("message_delta", delta=stop, usage=_usage(reply), **_more(reply))
-        yield _event("message_stop")
+        yield _event({"type": "message_delta", "delta": stop, "usage": _usage(reply), **_more(reply)})
+        yield _event({"type": "message_stop"})
 
     def failed(self, error: Exception, reply: Reply) -> Iterator[bytes]:
         yield event(error_body(failure_of(error)), "error")
@@ -73,30 +86,29 @@ class MessageWriter:
         if part is self._open:
             return
         if self._open is not None and self._open.kind == "thinking":
-            yield self._block_delta(
-                type="signature_delta", signature=self._seal.signature(self._open.text, self._omitted)
-            )
+            signature = self._seal.signature(self._open.text, self._omitted)
+            yield self._block_delta({"type": "signature_delta", "signature": signature})
         if self._open is not None:
-            yield _event("content_block_stop", index=self._index)
+            yield _event({"type": "content_block_stop", "index": self._index})
         self._open = part
         if part is not None:
             self._index += 1
-            yield _event("content_block_start", index=self._index, content_block=_begun(part))
+            yield _event({"type": "content_block_start", "index": self._index, "content_block": _begun(part)})
 
     def _delta(self, part: Part, text: str) -> Iterator[bytes]:
         if part.kind == "text":
-            yield self._block_delta(type="text_delta", text=text)
+            yield self._block_delta({"type": "text_delta", "text": text})
         elif part.kind == "call":
-            yield self._block_delta(type="input_json_delta", partial_json=text)
+            yield self._block_delta({"type": "input_json_delta", "partial_json": text})
         else:
             part.pieces.append(text)
             if not self._omitted:
-                yield self._block_delta(type="thinking_delta", thinking=text)
+                yield self._block_delta({"type": "thinking_delta", "thinking": text})
 
-    def _block_delta(self, **delta: Any) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+    def _block_delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
-    def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _head(self, content: list[Block]) -> MessageHead:
         return {
             "id": self._job.response_id,
             "type": "message",
@@ -105,7 +117,7 @@ class MessageWriter:
             "content": content,
         }
 
-    def _stop(self, choice: Choice) -> dict[str, Any]:
+    def _stop(self, choice: Choice) -> MessageStop:
         limit = self._job.sampling.max_tokens
         if choice.finish_reason is FinishReason.ABORT:  # cancelled from outside; sent back, it goes on
             return {"stop_reason": "pause_turn", "stop_sequence": None}
@@ -119,24 +131,25 @@ class MessageWriter:
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _begun(part: Part) -> dict[str, Any]:
+def _begun(part: Part) -> Block:
     """A block without its content."""
     if part.kind == "call":
         return call_block(part)
-    thinking = {"type": "thinking", "thinking": "", "signature": ""}
-    return thinking if part.kind == "thinking" else {"type": "text", "text": ""}
+    if part.kind == "thinking":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
 
 
-def _event(name: str, **data: Any) -> bytes:
-    return event({"type": name, **data}, name)
+def _event(data: MessageEvent) -> bytes:
+    return event(data, data["type"])
 
 
-def _more(reply: Reply) -> dict[str, Any]:
+def _more(reply: Reply) -> MessageMore:
     """What Anthropic's shape has no place for."""
     return {"thinking_end_reason": reply.choices[0].thinking_end_reason, "thinkfold": reply.thinkfold()}
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _usage(reply: Reply) -> MessageUsage:
     """Input tokens are those that the prefix cache did not have."""
     costs, (output, thinking) = reply.costs(), reply.written()
     return {

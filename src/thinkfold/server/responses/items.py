@@ -14,6 +14,8 @@ from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.server.conversation import Conversation
 from thinkfold.server.keyring import Keyring
 from thinkfold.server.parts import Part
+from thinkfold.server.replies import TokenLogprob
+from thinkfold.server.responses.shapes import CallItem, ItemStatus, MessageItem, ReasoningItem, ReasoningPart, TextPart
 
 CALL_PREFIX = "call_"
 _MESSAGE_KEYS = {"type", "role", "content", "id", "status"}
@@ -44,7 +46,7 @@ class ReasoningSeal:
         return text
 
 
-def reasoning_item(item_id: str, text: str | None, status: str, encrypted: str | None) -> dict[str, Any]:
+def reasoning_item(item_id: str, text: str | None, status: ItemStatus, encrypted: str | None) -> ReasoningItem:
     """A reasoning item; `text` None while it has no part yet."""
     content = [] if text is None else [reasoning_part(text)]
     return {
@@ -57,23 +59,29 @@ def reasoning_item(item_id: str, text: str | None, status: str, encrypted: str |
     }
 
 
-def message_item(item_id: str, text: str | None, status: str, logprobs: list[Any]) -> dict[str, Any]:
+def message_item(item_id: str, text: str | None, status: ItemStatus, logprobs: list[TokenLogprob]) -> MessageItem:
     """An assistant's message; `text` None while it has no part yet."""
     content = [] if text is None else [text_part(text, logprobs)]
     return {"id": item_id, "type": "message", "role": "assistant", "content": content, "status": status}
 
 
-def call_item(item_id: str, call: Part, arguments: str, status: str) -> dict[str, Any]:
+def call_item(item_id: str, call: Part, arguments: str, status: ItemStatus) -> CallItem:
     """A call of a tool."""
-    told = {"call_id": CALL_PREFIX + call.id, "name": call.name, "arguments": arguments}
-    return {"id": item_id, "type": "function_call", **told, "status": status}
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "call_id": CALL_PREFIX + call.id,
+        "name": call.name,
+        "arguments": arguments,
+        "status": status,
+    }
 
 
-def reasoning_part(text: str) -> dict[str, Any]:
+def reasoning_part(text: str) -> ReasoningPart:
     return {"type": "reasoning_text", "text": text}
 
 
-def text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
+def text_part(text: str, logprobs: list[TokenLogprob]) -> TextPart:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

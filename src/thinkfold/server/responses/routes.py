@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 
 from thinkfold.errors import ParameterError, UnsupportedError
-from thinkfold.server.body import read_body
 from thinkfold.server.contract import Engine
 from thinkfold.server.conversation import Conversation, naming
 from thinkfold.server.errors import ResponseNotFoundError
@@ -19,8 +18,10 @@ from thinkfold.server.generation import Job, respond
 from thinkfold.server.parts import Part
 from thinkfold.server.responses.fields import ENCRYPTED, ResponsesRequest
 from thinkfold.server.responses.items import CALL_PREFIX, ReasoningSeal, add_input
+from thinkfold.server.responses.shapes import DeletedResponse, Echo, ResponseBody, ResponseEvent
 from thinkfold.server.responses.store import StoredResponse
 from thinkfold.server.responses.writer import Frame, ResponseWriter
+from thinkfold.server.routing import body_of, replies, statuses
 from thinkfold.server.state import ServerState, state_of, tenant_of
 from thinkfold.server.tools import flat_names
 from thinkfold.types import SamplingParams
@@ -28,20 +29,19 @@ from thinkfold.types import SamplingParams
 router = APIRouter()
 
 
-@router.post("/v1/responses")
-async def create(request: Request) -> Response:
+@router.post("/v1/responses", responses=replies(ResponseBody, ResponseEvent, 404))
+async def create(request: Request, body: Annotated[ResponsesRequest, body_of(ResponsesRequest)]) -> Response:
     """OpenAI Responses."""
     state = state_of(request)
     engine = state.slot.require()
-    body = await read_body(request, ResponsesRequest, state.options.max_body_bytes)
     tenant = tenant_of(request)
     previous = _previous(state, tenant, body.previous_response_id)
     job, writer = await asyncio.to_thread(_prepare, state, engine, body, tenant, previous)
     return await respond(request, engine, job, writer)
 
 
-@router.get("/v1/responses/{response_id}")
-async def show(request: Request, response_id: str) -> dict[str, Any]:
+@router.get("/v1/responses/{response_id}", responses=statuses(404))
+async def show(request: Request, response_id: str) -> ResponseBody:
     """A stored response."""
     for name in request.query_params:
         raise UnsupportedError(name, "is not supported by this server; a stored response is shown as it is")
@@ -51,8 +51,8 @@ async def show(request: Request, response_id: str) -> dict[str, Any]:
     return found.body
 
 
-@router.delete("/v1/responses/{response_id}")
-async def delete(request: Request, response_id: str) -> dict[str, Any]:
+@router.delete("/v1/responses/{response_id}", responses=statuses(404))
+async def delete(request: Request, response_id: str) -> DeletedResponse:
     """Forget a stored response."""
     if not state_of(request).responses.delete(tenant_of(request), response_id):
         raise ResponseNotFoundError(response_id)
@@ -123,8 +123,8 @@ def _stores(state: ServerState, body: ResponsesRequest) -> bool:
     return possible if body.store is None else body.store
 
 
-def _keeper(state: ServerState, tenant: str, history: Conversation) -> Callable[[dict[str, Any], Sequence[Part]], bool]:
-    def keep(response: dict[str, Any], parts: Sequence[Part]) -> bool:
+def _keeper(state: ServerState, tenant: str, history: Conversation) -> Callable[[ResponseBody, Sequence[Part]], bool]:
+    def keep(response: ResponseBody, parts: Sequence[Part]) -> bool:
         history.add_reply(parts, CALL_PREFIX)
         stored = StoredResponse({**response, "store": True}, history.messages)
         return state.responses.put(tenant, response["id"], stored)
@@ -142,7 +142,7 @@ def _tool_choice(body: ResponsesRequest) -> str | dict[str, Any]:
     return given if isinstance(given, str) else given.model_dump()
 
 
-def _echo(body: ResponsesRequest, sampling: SamplingParams, stores: bool) -> dict[str, Any]:
+def _echo(body: ResponsesRequest, sampling: SamplingParams, stores: bool) -> Echo:
     """The request's fields as the response repeats them, with what stands in for those not given."""
     return {
         "instructions": body.instructions,

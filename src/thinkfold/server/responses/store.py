@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from thinkfold.server.responses.shapes import ResponseBody
+
 _OVERHEAD = 2048  # of one response beside its texts
 
 
@@ -16,7 +18,7 @@ _OVERHEAD = 2048  # of one response beside its texts
 class StoredResponse:
     """`body` as clients see it; `messages` is the conversation, this response's own included."""
 
-    body: dict[str, Any]
+    body: ResponseBody
     messages: list[dict[str, Any]]
 
 

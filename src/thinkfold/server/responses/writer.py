@@ -12,6 +12,7 @@ from thinkfold.server.errors import failure_of
 from thinkfold.server.generation import Job, Told
 from thinkfold.server.logprobs import TokenBytes, chat_logprobs
 from thinkfold.server.parts import Event, Part, PartReader, part_of, parts_of
+from thinkfold.server.replies import TokenLogprob
 from thinkfold.server.reply import Choice, Reply
 from thinkfold.server.responses.items import (
     ReasoningSeal,
@@ -21,6 +22,7 @@ from thinkfold.server.responses.items import (
     reasoning_part,
     text_part,
 )
+from thinkfold.server.responses.shapes import Echo, Item, ItemStatus, ResponseBody, ResponseUsage, Status
 from thinkfold.server.streaming import KEEP_ALIVE, event
 from thinkfold.text.tool_calls import CallBegun, ToolFormat
 from thinkfold.types import CompletionOutput, FinishReason, Phase, TokenLogprobs
@@ -32,11 +34,11 @@ _ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 class Frame:
     """What a writer needs beside the job. `keep` stores a finished response, if it is to be stored."""
 
-    echo: dict[str, Any]  # the request's fields as the response repeats them
+    echo: Echo  # the request's fields as the response repeats them
     seal: ReasoningSeal | None  # None: no encrypted content was asked for
     num_logprobs: int | None
     token_bytes: TokenBytes
-    keep: Callable[[dict[str, Any], Sequence[Part]], bool]
+    keep: Callable[[ResponseBody, Sequence[Part]], bool]
     calls: ToolFormat | None  # how the model writes calls; None where it may write none
 
 
@@ -60,13 +62,13 @@ class ResponseWriter:
         self._frame = frame
         self._created = int(time.time())
         self._numbers = itertools.count()
-        self._items: list[dict[str, Any]] = []
+        self._items: list[Item] = []
         self._parts: list[Part] = []
         self._open: _OpenItem | None = None
         self._reader = PartReader(frame.calls)
         self._early: list[TokenLogprobs] = []  # of answer tokens before their item has opened
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def whole(self, reply: Reply) -> ResponseBody:
         choice = reply.choices[0]
         answers = _answers(choice.logprobs)
         self._parts = parts_of(choice.runs, self._reader)
@@ -119,7 +121,7 @@ class ResponseWriter:
                 yield self._delta(self._open, each.text)
         self._take(logprobs)
 
-    def _turn_to(self, part: Part | None, status: str) -> Iterator[bytes]:
+    def _turn_to(self, part: Part | None, status: ItemStatus) -> Iterator[bytes]:
         """Finish the open item, with `status`, unless it is that of `part`, and begin this one's."""
         item, index = self._open, len(self._items)
         if item is not None and item.part is part:
@@ -141,14 +143,16 @@ class ResponseWriter:
                 content = reasoning_part("") if part.kind == "thinking" else text_part("", [])
                 yield self._event("response.content_part.added", **self._place(part), part=content)
 
-    def _closing(self, part: Part, done: dict[str, Any]) -> Iterator[bytes]:
+    def _closing(self, part: Part, done: Item) -> Iterator[bytes]:
         """The events between the last delta of an item and its own end."""
-        if part.kind == "call":
+        if done["type"] == "function_call":
             told = {"name": part.name, "arguments": part.text}
             yield self._event("response.function_call_arguments.done", **self._place(part), **told)
             return
         content = done["content"][0]
-        told = {name: content[name] for name in ("text", "logprobs") if name in content}
+        told: dict[str, Any] = {"text": content["text"]}
+        if content["type"] == "output_text":
+            told["logprobs"] = content["logprobs"]
         yield self._event(f"response.{content['type']}.done", **self._place(part), **told)
         yield self._event("response.content_part.done", **self._place(part), part=content)
 
@@ -172,7 +176,7 @@ class ResponseWriter:
         """The id of the next item."""
         return f"{_ID_PREFIXES[part.kind]}_{self._job.response_id.removeprefix('resp_')}_{len(self._items)}"
 
-    def _item(self, part: Part, text: str | None, status: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _item(self, part: Part, text: str | None, status: ItemStatus, logprobs: Sequence[TokenLogprobs]) -> Item:
         """The next item; `text` None if it only begins."""
         item_id = self._item_id(part)
         if part.kind == "call":
@@ -182,25 +186,23 @@ class ResponseWriter:
         encrypted = self._frame.seal.seal(text) if self._frame.seal and text is not None else None
         return reasoning_item(item_id, text, status, encrypted)
 
-    def _logprobs(self, items: Sequence[TokenLogprobs]) -> list[Any]:
+    def _logprobs(self, items: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         count = self._frame.num_logprobs
         return [] if count is None else chat_logprobs(items, count, self._frame.token_bytes)["content"]
 
-    def _finished(self, reply: Reply) -> dict[str, Any]:
+    def _finished(self, reply: Reply) -> ResponseBody:
         choice = reply.choices[0]
         response = self._response(_status(choice)[1])
         if choice.finish_reason is FinishReason.LENGTH:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response |= {
-            "completed_at": int(time.time()),
-            "usage": _usage(reply),
-            "thinking_end_reason": choice.thinking_end_reason,
-            "thinkfold": reply.thinkfold(),
-        }
+        response["completed_at"] = int(time.time())
+        response["usage"] = _usage(reply)
+        response["thinking_end_reason"] = choice.thinking_end_reason
+        response["thinkfold"] = reply.thinkfold()
         response["store"] = self._frame.keep(response, self._parts)
         return response
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: Status) -> ResponseBody:
         return {
             "id": self._job.response_id,
             "object": "response",
@@ -219,7 +221,7 @@ class ResponseWriter:
         return event({"type": name, "sequence_number": next(self._numbers), **data}, name)
 
 
-def _status(choice: Choice) -> tuple[str, str]:
+def _status(choice: Choice) -> tuple[ItemStatus, Status]:
     """Status of the last item and of the response."""
     if choice.finish_reason is FinishReason.STOP:
         return "completed", "completed"
@@ -234,7 +236,7 @@ def _answers(logprobs: Sequence[TokenLogprobs]) -> Iterator[list[TokenLogprobs]]
             yield list(group)
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _usage(reply: Reply) -> ResponseUsage:
     costs, (output, thinking) = reply.costs(), reply.written()
     return {
         "input_tokens": costs.prompt_tokens,

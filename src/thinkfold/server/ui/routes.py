@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
@@ -25,17 +26,24 @@ _HEADERS = {
 _FILES = {path.name: path for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
 _PAGE = "index.html"
 PATHS = ("/", *(f"/ui/{name}" for name in _FILES if name != _PAGE))
+ROUTES = ("/", "/ui/{name}")
 
 router = APIRouter()
 
 
-@router.get("/")
+def _kinds(*suffixes: str) -> dict[int | str, dict[str, Any]]:
+    """What the OpenAPI document says of files."""
+    kinds = {_TYPES[suffix]: {"schema": {"type": "string"}} for suffix in suffixes}
+    return {200: {"content": kinds}, 304: {}}
+
+
+@router.get("/", responses=_kinds(".html"))
 async def page(request: Request) -> Response:
     """The page: playground and engine view."""
     return _file(request, _PAGE)
 
 
-@router.get("/ui/{name}")
+@router.get("/ui/{name}", responses={**_kinds(".css", ".js", ".svg"), 404: {}})
 async def file(request: Request, name: str) -> Response:
     """A file of the page."""
     if name not in _FILES or name == _PAGE:
