@@ -201,7 +201,7 @@ def two_steps() -> tuple[list[Case], list[Inputs]]:
     return cases, [last._replace(kv_lens=last.kv_lens - 1, slot_mapping=torch.tensor(slots)), last]
 
 
-@pytest.mark.parametrize("room", [1 << 20, 0])
+@pytest.mark.parametrize("room", [1 << 21, 0])
 def test_a_decode_step_reads_new_entries_alone_where_there_is_room_to_keep_the_others(
     monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinkfold.attention.padding import (
-    LENGTH_ALIGN,
     MAX_EXTRA,
     additive_mask,
     first_entry,
@@ -25,15 +24,15 @@ from thinkfold.attention.padding import (
     row_multiple,
 )
 
-# Gathered keys and values of one group of decode rows should stay inside a CPU's last-level cache;
-# a GPU would rather have few large groups.
+# Keys and values that are gathered anew in every step should stay inside a CPU's last-level cache, a group of rows at
+# a time; a GPU would rather have few large groups.
 GATHER_BYTES = 4 << 20
 GATHER_BYTES_GPU = 1 << 30
-# Gathered keys and values of all layers that stay in memory for the next step; copying them anew costs more than
+# What is gathered, of all layers, stays in memory for the next step up to this size: copying it anew costs more than
 # attention itself.
 KEPT_BYTES = 512 << 20
-# A group may pad its shorter rows up to this share of the longest one.
-MAX_PADDING = 0.15
+# One more group costs about as much time as reading this much: less may be read in vain to have one less.
+GROUP_BYTES = 512 << 10
 
 _MEMO = "_thinkfold_gather_plans"
 
@@ -93,10 +92,10 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def kept_bytes(self, gather: Gather) -> int:
-        """Of all layers."""
-        entries = 0 if gather.kept is None else len(gather.rows) * gather.length
-        return entries * self.entry_bytes * self.num_layers
+    def has_room(self, groups: list[list[Row]]) -> bool:
+        """Whether what is gathered of these rows, in all layers, may stay in memory."""
+        entries = sum(len(rows) * padded(max(row.kv_len - row.first for row in rows)) for rows in groups)
+        return entries * self.entry_bytes * self.num_layers <= KEPT_BYTES
 
 
 class GatherPlan(NamedTuple):
@@ -226,7 +225,7 @@ def _advanced(
             return None
         else:
             moved.append(_with_ends(gather, ends, plan.layout))
-    if sum(map(plan.layout.kept_bytes, moved)) > KEPT_BYTES:
+    if plan.decode and plan.decode[0].kept is not None and not plan.layout.has_room([g.rows for g in moved]):
         return None
     return plan._replace(
         lengths=lengths,
@@ -281,33 +280,28 @@ def _make(rows: list[Row], layout: _Layout, lengths: list[list[int]], table: Ten
     places = slots.cpu().numpy()
     keep = places >= 0
     written = None if keep.all() else np.flatnonzero(keep)
-    groups = [_gather(group, pages, layout) for group in _groups(decode, layout)]
     key_writes = _key_writes(places if written is None else places[written], layout)
-    if written is None and not prefill and not layout.window:  # others are not carried, or seldom
-        groups = _with_room(groups, key_writes, layout)
+    groups = _groups(decode, layout, KEPT_BYTES)
+    # A step that also has longer rows or padding is not carried, one with a window seldom.
+    keeps = not prefill and written is None and not layout.window and layout.has_room(groups)
+    if keeps:
+        gathers = [_keeping(_gather(group, pages, layout), key_writes, layout) for group in groups]
+    else:
+        limit = GATHER_BYTES if layout.device.type == "cpu" else GATHER_BYTES_GPU
+        gathers = [_gather(group, pages, layout) for group in _groups(decode, layout, limit)]
     return GatherPlan(
         layout=layout,
         lengths=lengths,
         table=table.clone(),
         slots=slots.clone(),
-        decode=groups,
+        decode=gathers,
         prefill=prefill,
         folded=[_gather([row], pages, layout, MAX_EXTRA) for row in rows if row.summary >= 0],
         key_writes=key_writes,
         value_writes=key_writes + layout.page_size,
         written=None if written is None else torch.from_numpy(written).to(layout.device),
-        in_order=len(groups) == 1 and len(groups[0].rows) == layout.num_tokens,
+        in_order=len(gathers) == 1 and len(gathers[0].rows) == layout.num_tokens,
     )
-
-
-def _with_room(gathers: list[Gather], key_writes: Tensor, layout: _Layout) -> list[Gather]:
-    """`gathers`, of which as many keep what they read as there is room for."""
-    room, found = KEPT_BYTES, []
-    for gather in gathers:
-        keeping = _keeping(gather, key_writes, layout)
-        room -= layout.kept_bytes(keeping)
-        found.append(keeping if room >= 0 else gather)
-    return found
 
 
 def _key_writes(slots: NDArray[np.int64], layout: _Layout) -> Tensor:
@@ -318,17 +312,17 @@ def _key_writes(slots: NDArray[np.int64], layout: _Layout) -> Tensor:
     return torch.from_numpy(keys).to(layout.device)
 
 
-def _groups(rows: list[Row], layout: _Layout) -> list[list[Row]]:
-    """Decode rows of similar length together, bounded in bytes and in padding."""
-    limit = GATHER_BYTES if layout.device.type == "cpu" else GATHER_BYTES_GPU
+def _groups(rows: list[Row], layout: _Layout, limit: int) -> list[list[Row]]:
+    """Decode rows of similar length together, bounded in bytes and in what is read in vain."""
     groups: list[list[Row]] = []
-    span = 0
+    span = vain = 0
     for row in sorted(rows, key=lambda r: r.first - r.kv_len):
-        length = row.kv_len - row.first
+        length = padded(row.kv_len - row.first)
+        vain += span - length
         full = groups and (len(groups[-1]) + 1) * span * layout.entry_bytes > limit
-        if not groups or full or length < span * (1 - MAX_PADDING) - LENGTH_ALIGN:
+        if not groups or full or vain * layout.entry_bytes > GROUP_BYTES:
             groups.append([])
-            span = length
+            span, vain = length, 0
         groups[-1].append(row)
     return [sorted(group) for group in groups]
 
