@@ -48,6 +48,7 @@ from thinkfold.types import (
     ThinkingPolicy,
 )
 
+STEP_TOKENS = 8192  # max_num_batched_tokens, as in vLLM's run
 GOLDEN = 0.6180339887498949  # multiples of it spread evenly over 0 to 1, however many there are
 STEP_TIME = StepTime(5.2e-3, 2.5e-5, 1.5e-8)  # of the 7B shape on an H200, roughly: for predictions
 
@@ -132,7 +133,7 @@ class Arm(NamedTuple):
 
 
 def stages_of(args: argparse.Namespace, name: str, case: Case, arm: Arm, vocab_size: int) -> list[Stage]:
-    """A warm-up with a prompt and a fold, then what is measured."""
+    """A warm-up with a fold and a step full of prompts, then what is measured."""
 
     def request(number: int, most: int | None = None) -> EngineRequest:
         return case.request(number, vocab_size, arm.mode, most)
@@ -141,7 +142,8 @@ def stages_of(args: argparse.Namespace, name: str, case: Case, arm: Arm, vocab_s
     length = numbers.max_segment_tokens
     due = length + numbers.fold_delay
     folding = replace(case, segment=(length, length)).request(-1, vocab_size, arm.mode, due + QUIET)
-    stages = [Stage([(folding, due - QUIET - 8)], iter(())), Stage([], iter([request(-2, 8)]))]
+    prompts = [request(-2 - i, 8) for i in range(max(1, min(case.sessions, STEP_TOKENS // case.prompt)))]
+    stages = [Stage([(folding, due - QUIET - 8)], iter(())), Stage([], iter(prompts), len(prompts))]
     if due + QUIET > case.output:
         del stages[0]
     if name == "7b-8k":
@@ -211,7 +213,7 @@ def base_config(args: argparse.Namespace, folder: str) -> EngineConfig:
         load_format="dummy" if args.model == "7b" else "auto",
         device=args.device,
         page_size=args.page_size,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=STEP_TOKENS,
         enforce_eager=args.enforce_eager,
     )
 

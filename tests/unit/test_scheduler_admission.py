@@ -13,7 +13,7 @@ from fakes import FreeRun, make_request
 from thinkfold.fold.estimate import FoldShape
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.kv.pages import PageClass
-from thinkfold.scheduler.admission import Admission, Life, _exceeds
+from thinkfold.scheduler.admission import Admission, Life, _exceeds, entries_to_come
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.forecast import LengthForecast
 from thinkfold.types import FoldMode, FoldPolicy, FoldProfile, Phase, ThinkingPolicy
@@ -75,7 +75,7 @@ def branch(number, output=0, *, policy=None, budget=1000, max_tokens=4000, promp
         planner.numbers = NUMBERS
     if output:
         made.slot, made.status = number, BranchStatus.RUNNING
-        made.table.kv_len = prompt + output
+        made.table.kv_len = made.num_computed_tokens = prompt + output
     return made
 
 
@@ -109,6 +109,23 @@ def test_a_model_that_opens_its_thinking_itself_is_counted_as_a_thinker():
     assert not admission.admits(branch(10, phase=Phase.ANSWER), [*running, branch(9, 1, phase=Phase.ANSWER)], usage())
     talking = branch(9, 8, phase=Phase.ANSWER)  # it has not opened any: it answers
     assert admission.admits(branch(11, phase=Phase.ANSWER), [*running, talking], usage())
+
+
+def test_what_running_branches_have_yet_to_compute_is_counted():
+    admission = Admission(4 * 1100 + 200, PAGE)
+    running = [branch(n, 1, prompt=600, max_tokens=500, budget=500) for n in range(1, 5)]
+    for each in running:  # their prompts have only begun, or they come back after a preemption
+        each.table.kv_len = each.num_computed_tokens = 16
+    assert admission.admits(branch(9, prompt=600, max_tokens=500, budget=500), running[:3], usage(*running[:3]))
+    assert not admission.admits(branch(9, prompt=600, max_tokens=500, budget=500), running, usage(*running))
+
+
+def test_what_an_eager_branch_folds_on_its_way_back_needs_no_pages():
+    eager = branch(1, 8000, policy=FoldPolicy(FoldMode.EAGER, entries=32))
+    assert 100 + 8000 * 32 / 512 < entries_to_come(eager) < 100 + 8000 * 32 / 128 + 1000
+    assert entries_to_come(branch(1, 8000, policy=FoldPolicy(FoldMode.PRESSURE, entries=32))) == 8100
+    assert entries_to_come(branch(1, 8000)) == 8100
+    assert entries_to_come(branch(1, 40, policy=FoldPolicy(FoldMode.EAGER, entries=32))) == 140
 
 
 def test_the_first_branch_always_starts():

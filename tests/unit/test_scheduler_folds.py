@@ -108,6 +108,18 @@ def alone(number, length, **kwargs):
 LENGTHS = [60, 100, 33, 80, 90]
 
 
+def test_an_eager_branch_comes_back_into_the_room_that_its_folds_leave():
+    first, back = thinker(0, 30), thinker(1, 100)
+    raw = thinker(2, 100, policy=FoldMode.PRESSURE)
+    for each in (back, raw):  # as after a preemption
+        each.steering.outputs, each.token_ids = 90, each.token_ids + [7] * 90
+    scheduler = make(22)
+    for each in (first, back, raw):
+        scheduler.add([each])
+    scheduler.plan()
+    assert scheduler.running == [first, back] and list(scheduler.waiting) == [raw]
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_an_eager_branch_folds_alike_alone_and_in_company(depth):
     branches = [thinker(i, n) for i, n in enumerate(LENGTHS)]

@@ -176,6 +176,7 @@ class StagedCore:
 
     def _open(self, stage: Stage) -> None:
         self._stage = stage
+        self._core.scheduler.kv.clear_cache()
         self._ages = {request.request_id: age for request, age in stage.aged}
         self._ready += [request for request, _ in stage.aged]
         self._runner.quiet, self._runner.filling = 0, bool(stage.aged)

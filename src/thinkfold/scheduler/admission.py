@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf, log
+from math import ceil, exp, inf, log
 
 from thinkfold.fold.estimate import FoldShape, middle
 from thinkfold.kv.pages import PageClass
@@ -89,7 +89,8 @@ class Admission:
             return False
         lives = [self._life(b) for b in running]
         held = sum(usage.values()) - usage[PageClass.CACHED] - usage[PageClass.PINNED]
-        overlap = max(0.0, sum(life.entries for life in lives) - held * self._page_size)
+        stored = sum(b.table.kv_len + b.table.summary.mean_entries for b in running)
+        overlap = max(0.0, stored - held * self._page_size)
         lives += [self._life(b) for b in (branch, *branch.waiting_children())]
         if self.fits(lives, self._shape(running), overlap):
             self._refused = None
@@ -201,7 +202,8 @@ class Admission:
         request, planner, summary = branch.request, branch.folding, branch.table.summary
         output = len(branch.token_ids) - branch.num_prompt_tokens
         thought, answered = _thought(branch), _answered(branch)
-        entries = branch.table.kv_len + summary.mean_entries
+        missing = max(0, len(branch.token_ids) - branch.num_computed_tokens - 1)  # a prompt, or what was preempted
+        entries = branch.table.kv_len + summary.mean_entries + missing
         if branch.slot < 0 and not branch.table.swapped:
             entries = float(len(branch.token_ids))
         fixed = branch.num_prompt_tokens + answered + (planner.refused[1] if planner is not None else 0)
@@ -229,6 +231,16 @@ class Admission:
         prior = sum(middles) / len(middles) if middles else 1.0
         spans, tokens, refused = spans + self._spans, tokens + self._span_tokens, refused + self._refused_tokens
         return FoldShape((tokens + PRIOR_SPANS * prior) / (spans + PRIOR_SPANS), refused / tokens if tokens else 0.0)
+
+
+def entries_to_come(branch: Branch) -> int:
+    """Entries that a branch without memory holds once its known tokens are computed; eager folds happen on the way."""
+    known, planner = len(branch.token_ids), branch.folding
+    if planner is None or planner.policy.policy is not FoldMode.EAGER:
+        return known
+    thought = _thought(branch)
+    folded = FoldShape.most(planner.numbers).entries(planner.numbers, thought)
+    return min(known, known - thought + ceil(folded))
 
 
 def _exceeds(terms: Sequence[tuple[float, float]], room: float) -> float:

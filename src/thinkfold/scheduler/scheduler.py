@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from thinkfold.kv.manager import KVManager
 from thinkfold.kv.pages import PageClass
 from thinkfold.kv.summary import SummaryTable
-from thinkfold.scheduler.admission import Admission
+from thinkfold.scheduler.admission import Admission, entries_to_come
 from thinkfold.scheduler.ahead import PrefillAhead
 from thinkfold.scheduler.branch import Branch, BranchStatus
 from thinkfold.scheduler.draws import all_launched, batch_row, page_class, sample_row
@@ -270,16 +270,16 @@ class Scheduler:
 
     def _start(self, branch: Branch, budget: int) -> BatchRow | None:
         """Run a branch from its prompt on."""
-        kv, known = self.kv, len(branch.token_ids)
-        limit = min(branch.request.prompt.visible_len, known - 1)
+        kv, limit = self.kv, min(branch.request.prompt.visible_len, len(branch.token_ids) - 1)
         found = kv.match(branch.table, branch.request.namespace, branch.token_ids, limit)
-        fits = kv.pages_needed(branch.table, known - found) + self._headroom(branch) <= kv.num_available
+        needed = kv.pages_needed(branch.table, entries_to_come(branch) - found) + self._headroom(branch)
         branch.num_computed_tokens = found
         self.folds.advance(branch, stuck=False)  # what it has thought before a preemption
         count = self._row_length(branch, budget)
         if not self.running:  # what has been folded before may be more than the pool holds raw
             count = max(1, min(count, kv.num_available * kv.page_size))
-        if not (fits or not self.running) or not kv.allocate(branch.table, count, PageClass.PROMPT):
+        fits = needed <= kv.num_available or not self.running
+        if not fits or not kv.allocate(branch.table, count, PageClass.PROMPT):
             branch.num_computed_tokens = 0
             kv.free(branch.table)
             self._short = True
