@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import pytest
 from tiny_qwen3 import tiny_qwen3
 
 from thinkfold.cli import bench
+from thinkfold.cli.staged import FilledRunner
+from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
+from thinkfold.runner import loader
+from thinkfold.scheduler.output import BatchRow
 from thinkfold.types import FOLD_PROFILES, FoldMode
 
 headline = bench.load(Path(__file__).parents[2] / "benchmarks" / "headline.py")
@@ -62,7 +67,7 @@ def test_a_whole_batch_is_run_and_counted(model: str, capsys: pytest.CaptureFixt
 
 def test_aged_requests_have_folded_before_the_clock_starts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--model", model, "--device", "cpu", "--case", "long-128k", "--scale", "32", "--steps", "4")
-    found = measured(capsys, *options, "--arm", "off", "--arm", "eager")
+    found = measured(capsys, *options, "--arm", "eager", "--arm", "off")
     off = [numbers for case, numbers in found.items() if "/off/" in case]
     eager = [numbers for case, numbers in found.items() if "/eager/" in case]
     assert len(off) == len(eager) == len(headline.POINTS)
@@ -73,6 +78,20 @@ def test_aged_requests_have_folded_before_the_clock_starts(model: str, capsys: p
     numbers, thought = FOLD_PROFILES["default"], headline.POINTS.index(128000)
     assert eager[thought]["entries_peak"] < 2000 // 32 + 2048 + numbers.fold_delay + 4 * numbers.entries
     assert off[thought]["entries_peak"] > 4000
+
+
+def test_arms_that_need_the_same_runner_share_it_and_find_nothing_there(model: str) -> None:
+    base = EngineConfig(model=model, device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=2)
+    loaded, kept = loader.load(base), {}
+    runner = headline.runner_for(replace(base, fold_profile="fine"), loaded, kept)
+    assert headline.runner_for(replace(base, admission="greedy"), loaded, kept) is runner
+    memory = runner._memory
+    memory.tables.set(1, [[3]] * 4, [5] * 4)
+    memory.queries.place([BatchRow(1, [0] * 9, False, 0, 0, [0], keep_queries=True)])
+    assert memory.tables.rows([1]) == [1] and memory.queries.positions(1, None)
+    FilledRunner(runner, 2)
+    assert memory.tables.rows([1]) == [-1] and not memory.queries.positions(1, None)
+    assert headline.runner_for(replace(base, page_size=8), loaded, kept) is not runner and len(kept) == 1
 
 
 def test_filling_computes_nothing_and_then_every_step_is_whole(

@@ -69,12 +69,16 @@ class Stage:
 
 
 class FilledRunner:
-    """A runner that only keeps memory while it is `filling`, or always if there is no model.
+    """A runner that only keeps memory while it is `filling`, or always if there is no model. It begins with no branch.
 
     `done` is called when a step that was no filling one has finished, before it is collected.
     """
 
-    def __init__(self, runner: ModelRunner | None) -> None:
+    def __init__(self, runner: ModelRunner | None, num_slots: int) -> None:
+        if runner is not None:
+            for slot in range(num_slots):
+                runner._memory.tables.set(slot, [], [])
+                runner._memory.queries.forget(slot)
         self._runner = runner
         self.done: Callable[[int], None] = lambda num_tokens: None
         self.filling = False
@@ -255,22 +259,28 @@ def stored_page_bytes(config: EngineConfig, model: LoadedModel) -> int:
     return page_bytes(model.num_layers, model.num_kv_heads, config.page_size, model.head_dim, dtype, bias=True)
 
 
-def run_stages(
-    config: EngineConfig, model: LoadedModel, stages: Iterable[Stage], step_time: StepTime | None = None
-) -> None:
-    """Run stages one after the other and measure them; without a device where `step_time` is given.
+def filled_runner(config: EngineConfig, model: LoadedModel) -> ModelRunner:
+    """A runner whose memory is full of random numbers."""
+    runner = ModelRunner(config, loaded=model)
+    storage = runner._memory.storage
+    for page in storage.tensor.split(256):
+        page.copy_(torch.randn(page.shape, device=page.device, dtype=torch.bfloat16))
+    storage.scales.fill_(0.01)
+    return runner
 
-    Raises ThinkfoldError where the core or a request fails.
+
+def run_stages(
+    config: EngineConfig, model: LoadedModel, stages: Iterable[Stage], device: ModelRunner | StepTime
+) -> None:
+    """Run stages one after the other and measure them, on a runner or on a clock of steps that long.
+
+    Nothing is left of what a runner has run before. Raises ThinkfoldError where the core or a request fails.
     """
-    if step_time is None:
-        real = ModelRunner(config, loaded=model)
-        storage = real._memory.storage
-        for page in storage.tensor.split(256):
-            page.copy_(torch.randn(page.shape, device=page.device, dtype=torch.bfloat16))
-        storage.scales.fill_(0.01)
-        runner, num_pages = FilledRunner(real), real.num_pages
+    if isinstance(device, ModelRunner):
+        runner, step_time, num_pages = FilledRunner(device, config.max_num_seqs), None, device.num_pages
     else:
-        runner, num_pages = FilledRunner(None), (config.kv_cache_bytes or 0) // stored_page_bytes(config, model)
+        runner, step_time = FilledRunner(None, config.max_num_seqs), device
+        num_pages = (config.kv_cache_bytes or 0) // stored_page_bytes(config, model)
     core = StagedCore(make_core(config, model, runner, num_pages), runner, stages, step_time)
     errors: list[str] = []
 
