@@ -113,11 +113,23 @@ def test_errors_are_one_line_and_exit_2(argv: list[str], words: str, capsys: pyt
     assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
-@pytest.mark.parametrize("argv", [[], ["dance"], ["ask"], ["ask", "q", "--depth", "abyss"], ["serve", "--bogus"]])
-def test_usage_errors_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "thinkfold: the following arguments are required"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["ask"], "thinkfold ask: the following arguments are required: question"),
+        (["ask", "q", "--depth", "abyss"], "thinkfold ask: argument --depth: invalid choice: 'abyss'"),
+        (["serve", "--port", "abc"], "thinkfold serve: argument --port: invalid int value: 'abc'"),
+        (["serve", "--bogus"], "unrecognized arguments: --bogus"),
+    ],
+)
+def test_usage_errors_are_one_line_and_exit_2(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
-    assert caught.value.code == USAGE_ERROR and "usage:" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert caught.value.code == USAGE_ERROR and words in captured.err
+    assert captured.err.count("\n") == 1 and not captured.out
 
 
 def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from thinkfold import __version__
 from thinkfold.errors import ThinkfoldError
@@ -18,9 +19,16 @@ USAGE_ERROR = 2
 INTERRUPTED = 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells an error in one line, not below a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help says more)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="thinkfold", description="An inference engine for models that think.")
+    parser = _Parser(prog="thinkfold", description="An inference engine for models that think.")
     parser.add_argument("--version", action="version", version=f"thinkfold {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name in COMMANDS:
