@@ -15,10 +15,10 @@ from typing import Any, Literal, cast, get_args, get_origin
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from thinkfold.cli.engine_flags import ALIASES, hint_of, sentence
+from thinkfold.cli.engine_flags import hint_of, sentence
 from thinkfold.cli.main import build_parser
 from thinkfold.cli.settings import PREFIX, ServeSettings
-from thinkfold.config import EngineConfig
+from thinkfold.config import ALIASES, EngineConfig
 from thinkfold.engine.messages import EngineStats
 from thinkfold.fold import selectors
 from thinkfold.kv.pages import PageClass
@@ -110,7 +110,8 @@ The numbers behind `fold_profile`, in tokens; `entries` are kept of a segment in
 def _settings(cls: Any) -> str:
     rows = []
     for field in fields(cls):
-        more = f" Flag also {code(ALIASES[field.name])}." if field.name in ALIASES else ""
+        others = [alias for alias, own in ALIASES.items() if own == field.name]
+        more = f" Also called {code(others)}." if others else ""
         meaning = sentence(cls, field.name).removesuffix(".")
         rows.append((f"`{field.name}`", _kind(hint_of(cls, field.name)), _default(field.default), f"{meaning}.{more}"))
     return table(["setting", "values", "default", "meaning"], rows)

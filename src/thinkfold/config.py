@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
 from thinkfold.types import DEFAULT_THINKING_BUDGET, FOLD_PROFILES, UNLIMITED, AtAnswer, FoldMode, FoldProfile
 
 PAGE_SIZES = (8, 16, 32, 64)
 EMBEDDED_MODEL = "pebble"
+ALIASES: Mapping[str, str] = {"block_size": "page_size"}  # other names, and what they stand for
 _CHOICES: Mapping[str, tuple[object, ...]] = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -203,3 +204,14 @@ class EngineConfig:
             raise ParameterError(
                 "fold_entries", f"must be at least 0 and less than the {limit} tokens of the shortest segment"
             )
+
+
+def own_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the names of `EngineConfig` in place of `ALIASES`. Raises ParameterError where both are given."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = ALIASES.get(name, name)
+        if own in found:
+            raise ParameterError(name, f"{own} is given, too, under another name; give it once")
+        found[own] = value
+    return found

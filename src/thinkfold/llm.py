@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar, cast
 
-from thinkfold.config import EngineConfig
+from thinkfold.config import EngineConfig, own_names
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.samples import Question
 from thinkfold.engine.sessions import SessionStore
@@ -49,7 +49,7 @@ class LLM:
         self._thread.start()
         self._sessions = SessionStore()
         try:
-            self.engine = self._run(AsyncEngine.start(EngineConfig(model=model, **config)))
+            self.engine = self._run(AsyncEngine.start(EngineConfig(model=model, **own_names(config))))
         except BaseException:
             self._end_loop()
             raise

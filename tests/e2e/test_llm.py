@@ -113,6 +113,8 @@ def test_more_choices_than_the_queue_holds_are_sent_bit_by_bit_and_closing_twice
         small.generate("a", SHORT)
 
 
-def test_unknown_settings_are_refused():
+def test_settings_have_other_names_and_unknown_ones_are_refused():
+    with pytest.raises(ParameterError, match="page_size: must be one of"):
+        LLM("pebble", block_size=7)
     with pytest.raises(TypeError, match="page_sizes"):
         LLM("pebble", page_sizes=16)

@@ -12,7 +12,7 @@ from thinkfold.cli.engine_flags import sentence
 from thinkfold.cli.main import USAGE_ERROR, build_parser, main
 from thinkfold.cli.profiles import PROFILES, settings_of
 from thinkfold.cli.settings import Resolved, ServeSettings, resolve
-from thinkfold.config import EngineConfig
+from thinkfold.config import EngineConfig, own_names
 from thinkfold.errors import ParameterError
 from thinkfold.types import Prices
 
@@ -39,6 +39,14 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None
     assert resolved("--config", str(path)).serve == ServeSettings(port=1, open_routes=("/health",))
 
 
+def test_another_name_is_as_good_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("block_size = 32\n")
+    ways = [(("--block-size", "32"), {}), ((), {"THINKFOLD_BLOCK_SIZE": "32"}), (("--config", str(path)), {})]
+    assert [resolved(*argv, environ=environ).engine.page_size for argv, environ in ways] == [32] * 3
+    assert own_names({"block_size": 32, "seed": 1}) == {"page_size": 32, "seed": 1}
+
+
 def test_what_is_printed_gives_the_same_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--page-size", "8", "--no-enable-prefix-caching", "--drain-s", "2.5", "--served-model-name", 'a "b"']
     assert main(["serve", "some/model", *flags, "--print-config"]) == 0
@@ -59,6 +67,7 @@ def test_what_is_printed_gives_the_same_settings(tmp_path: Path, capsys: pytest.
         ("port = true\n", "must be an integer"),
         ('open_routes = "/x"\n', "must be a list of strings"),
         ("page_size = 7\n", "page_size: must be one of"),
+        ("page_size = 8\nblock_size = 16\n", "block_size: page_size is given, too"),
         ("port = \n", "config: is not valid TOML"),
         ('open_routes = ["x"]\n', "open_routes: must begin with a slash"),
     ],

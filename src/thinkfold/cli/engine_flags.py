@@ -9,9 +9,8 @@ from collections.abc import Collection
 from dataclasses import MISSING, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from thinkfold.config import EngineConfig
+from thinkfold.config import ALIASES, EngineConfig
 
-ALIASES = {"page_size": ("--block-size",)}
 POSITIONAL = "model"
 
 
@@ -36,11 +35,10 @@ def add_flags(
     for field in fields(settings):
         if field.name == POSITIONAL or (only is not None and field.name not in only):
             continue
-        flag = "--" + field.name.replace("_", "-")
+        names = [field.name, *(alias for alias, own in ALIASES.items() if own == field.name)]
         text = sentence(settings, field.name) or f"see {settings.__name__}"
         group.add_argument(
-            flag,
-            *ALIASES.get(field.name, ()),
+            *("--" + name.replace("_", "-") for name in names),
             dest=field.name,
             default=argparse.SUPPRESS if given_only else field.default,
             help=f"{text} (default: {_shown(field.default)})".replace("%", "%%"),

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from thinkfold.cli.engine_flags import hint_of, listed
 from thinkfold.cli.profiles import explained, settings_of
-from thinkfold.config import EngineConfig
+from thinkfold.config import ALIASES, EngineConfig, own_names
 from thinkfold.errors import ParameterError
 from thinkfold.types import Preset, Prices
 from thinkfold.types.checks import choice, integer, number
@@ -145,15 +145,16 @@ def _home() -> dict[str, Any]:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     home = _home()
-    names = {f"{PREFIX}{name.upper()}": name for name in home}
-    return {name: _parsed(home[name], name, environ[key], key) for key, name in names.items() if key in environ}
+    variables = {name: f"{PREFIX}{name.upper()}" for name in (*home, *ALIASES)}
+    given = own_names({name: environ[key] for name, key in variables.items() if key in environ})
+    return {name: _parsed(home[name], name, text, variables[name]) for name, text in given.items()}
 
 
 def _from_file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = own_names(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise ParameterError("config", f"cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
