@@ -43,7 +43,7 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[5], CASES[8], Case(2, 3, 64, 16, DECODE)], ids=str)
 def test_matches_the_reference_over_fp8(case: Case, dtype: torch.dtype) -> None:
     check(case._replace(fp8=True), dtype, "cuda", max(TOLERANCE[dtype], 2e-2 * (dtype == torch.float16)))
 

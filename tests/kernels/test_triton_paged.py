@@ -115,7 +115,7 @@ def compile_kernels() -> None:
     compile_kernel(
         store, "*fp16 *fp16 *fp8e4nv *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": True}
     )
-    wide = {**sizes, **tile, "LANES": 64, "INT4": 0}
+    wide = {**sizes, **tile, "LANES": 64, "INT4": 0, "SUMMARIES": True}
     small = {**wide, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
     compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True})
     compile_kernel(attend_splits, f"*fp32 *fp32 *fp16 *fp32 {tables}", more, small)

@@ -137,10 +137,9 @@ def _blocks(dtype: torch.dtype, head_dim: int, group: int, decode: bool) -> Bloc
     """`head_dim` and `group` are powers of 2."""
     if dtype == torch.float32:
         return Blocks(max(LEAST_DOT, group), 32 if head_dim <= 128 else 16, 4, 2)
-    entries = 64 if head_dim <= 128 else 32
     if decode:
-        return Blocks(max(LEAST_DOT, group), entries, 4, 2)
-    return Blocks(max(64 if head_dim <= 128 else 32, group), entries, 4, 2)
+        return Blocks(max(LEAST_DOT, group), 32, 4, 3)
+    return Blocks(max(64 if head_dim <= 128 else 32, group), 64 if head_dim <= 128 else 32, 4, 2)
 
 
 def _store(
@@ -230,6 +229,7 @@ def _attend(
         BLOCK_N=blocks.entries,
         FP8=kv.dtype == FP8,
         INT4=Layout(page_size, head_dim).groups if int4 else 0,
+        SUMMARIES=shapes.splits > shapes.raw_splits,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )

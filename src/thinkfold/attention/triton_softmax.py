@@ -28,21 +28,33 @@ def _in_float16(queries):
 
 
 @triton.jit
-def _add_pairs(weights, scales, rows, valid, kv, even, odd, HEAD_DIM: tl.constexpr):
+def _add_pairs(weights, scales, rows, valid, shown, kv, even, odd, HEAD_DIM: tl.constexpr, SUMMARY: tl.constexpr):
     """Add `weights @ values` of fp8 to the sums of even lanes and of odd ones.
 
     Two codes are loaded as one integer, since 16 bits are the least that matrix units take transposed.
     """
     scale = tl.load(scales + rows, mask=valid, other=0.0).to(tl.float32)
+    if SUMMARY:
+        scale = tl.where(shown, scale, 0.0)
     most = tl.max(scale, 0)  # float16 does not hold weights times scales of any size
     most = tl.where(most > 0.0, most, 1.0)
     weights = (weights * (scale / most)[None, :]).to(tl.float16)
     lanes = tl.arange(0, even.shape[1])
     pairs = kv.to(tl.pointer_type(tl.uint16), bitcast=True) + rows[:, None] * (HEAD_DIM // 2) + lanes[None, :]
     codes = tl.load(pairs, mask=valid[:, None] & (lanes[None, :] < HEAD_DIM // 2), other=0)
+    if SUMMARY:
+        codes = tl.where(shown[:, None], codes, 0)
     first = (codes & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     second = (codes >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return even + tl.dot(weights, first) * most, odd + tl.dot(weights, second) * most
+
+
+@triton.jit
+def _blocks(table, first, start, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The table's numbers for entries from `first` on, 0 outside of `[start, high)`."""
+    entries = first + tl.arange(0, BLOCK_N)
+    # Division of what may be negative takes several instructions.
+    return tl.load(table + entries.to(tl.uint32) // PAGE_SIZE, mask=(entries >= start) & (entries < high), other=0)
 
 
 @triton.jit
@@ -69,7 +81,8 @@ def attend(
     HEAD_DIM are zero: `tl.dot` takes no inner dimension below 16.
     """
     table, unit, shift, start, low, high, oldest, newest = span
-    PAIRED: tl.constexpr = FP8 and queries.dtype != tl.float32 and HEAD_DIM % 2 == 0
+    # Larger tiles go to other matrix units, which gave wrong sums this way (Triton 3.6 on an H200).
+    PAIRED: tl.constexpr = FP8 and queries.dtype != tl.float32 and HEAD_DIM % 2 == 0 and queries.shape[0] < 64
     dims = tl.arange(0, LANES)
     largest = tl.full((queries.shape[0],), -float("inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
@@ -78,36 +91,45 @@ def attend(
     unit_of = tl.full((queries.shape[0],), 1.0, tl.float32)
     if PAIRED:
         queries, unit_of = _in_float16(queries)
+    ahead = _blocks(table, low, start, high, PAGE_SIZE, BLOCK_N)
     for first in range(low, high, BLOCK_N):
         entries = first + tl.arange(0, BLOCK_N)
         valid = (entries >= start) & (entries < high)
-        number = entries.to(tl.uint32)  # division of what may be negative takes several instructions
-        block = tl.load(table + number // PAGE_SIZE, mask=valid, other=0).to(tl.int64) * unit + shift
-        beta = tl.zeros((BLOCK_N,), tl.float32)
-        if SUMMARY:
-            place = bias + block * PAGE_SIZE + number % PAGE_SIZE
-            beta = tl.load(place, mask=valid & (with_bias > 0), other=0.0)
-            valid = valid & (beta != -float("inf"))
+        number = entries.to(tl.uint32)
+        block = ahead.to(tl.int64) * unit + shift
+        ahead = _blocks(table, first + BLOCK_N, start, high, PAGE_SIZE, BLOCK_N)
         rows = block * (2 * PAGE_SIZE) + number % PAGE_SIZE
         loaded = valid[None, :] & (dims[:, None] < HEAD_DIM)
         keys = tl.load(kv + rows[None, :] * HEAD_DIM + dims[:, None], mask=loaded, other=0.0)
         scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * (unit_of * scale)[:, None]
         if FP8:
             scores *= tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)[None, :]
+        shown = valid
         if SUMMARY:
+            place = bias + block * PAGE_SIZE + number % PAGE_SIZE
+            beta = tl.load(place, mask=valid & (with_bias > 0), other=0.0)
             scores += beta[None, :] * _LOG2_E
-        visible = valid[None, :] & (entries[None, :] >= oldest[:, None]) & (entries[None, :] < newest[:, None])
+            # No load waits for this one: hidden entries are loaded, and left out afterwards.
+            shown = valid & (beta != -float("inf"))
+        visible = shown[None, :] & (entries[None, :] >= oldest[:, None]) & (entries[None, :] < newest[:, None])
         weights, largest, total, fade = softmax_step(tl.where(visible, scores, -float("inf")), largest, total)
         acc *= fade[:, None]
         rows += PAGE_SIZE
         if PAIRED:
-            acc, odd = _add_pairs(weights, kv_scales, rows, valid, kv, acc, odd * fade[:, None], HEAD_DIM)
+            odd *= fade[:, None]
+            acc, odd = _add_pairs(weights, kv_scales, rows, valid, shown, kv, acc, odd, HEAD_DIM, SUMMARY)
         else:
             loaded = valid[:, None] & (dims[None, :] < HEAD_DIM)
             values = tl.load(kv + rows[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
             if FP8:
-                weights *= tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)[None, :]
-            acc = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), acc, input_precision="ieee")
+                scales = tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)
+                weights *= tl.where(shown, scales, 0.0)[None, :]
+            dtype: tl.constexpr = tl.bfloat16 if FP8 and queries.dtype == tl.float16 else queries.dtype
+            values = values.to(dtype)
+            if SUMMARY:
+                values = tl.where(shown[:, None], values, 0.0)
+            # bfloat16 holds every fp8 code, and weights times scales that are too small for float16.
+            acc = tl.dot(weights.to(dtype), values, acc, input_precision="ieee")
     if PAIRED:
         acc = tl.interleave(acc, odd)
     return largest, total, acc

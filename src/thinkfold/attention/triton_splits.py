@@ -128,6 +128,7 @@ def attend_splits(
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     INT4: tl.constexpr,
+    SUMMARIES: tl.constexpr,
 ):
     """Tile, KV head and split of the grid `[tiles, Hkv, splits]`: the first `raw_splits` read raw entries.
 
@@ -141,7 +142,7 @@ def attend_splits(
         return
     row = tl.load(tile).to(tl.int64)
     queries, numbers, real, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, LANES, BLOCK_M)
-    if split < raw_splits:
+    if not SUMMARIES or split < raw_splits:
         table = page_table + row * table_width
         span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
         parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False)

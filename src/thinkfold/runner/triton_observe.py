@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinkfold.runner.observed import Seen
-from thinkfold.runner.triton_rows import LOG2_E, ends, kth_largest, launch_sizes, load
+from thinkfold.runner.triton_rows import LOG2_E, STAGES, ends, kth_largest, launch_sizes, load
 
 
 def observe(raw: Tensor, num_top: int) -> Seen:
@@ -35,7 +35,7 @@ def _observe(raw, out, vocab, num_rows, num_top, LANES: tl.constexpr):
     broken = tl.zeros((LANES,), tl.int32)
     total = tl.zeros((LANES,), tl.float32)
     tilted = tl.zeros((LANES,), tl.float32)
-    for first in range(0, vocab, LANES):
+    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
         ids, x = load(row, first, vocab, LANES)
         below = x - best
         weights = tl.exp2(below * LOG2_E)

@@ -16,6 +16,7 @@ import triton.language as tl
 MOST_LANES = 8192  # logits that a program looks at together
 LANES_A_WARP = 512
 LOG2_E = tl.constexpr(1.4426950408889634)
+STAGES = tl.constexpr(3)  # tiles on their way: a program alone must hide the latency of memory
 
 
 def launch_sizes(vocab_size: int) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def ends(row, vocab, LANES: tl.constexpr):
     largest = tl.full((LANES,), -float("inf"), tl.float32)
     smallest = tl.full((LANES,), float("inf"), tl.float32)
     tile = tl.zeros((LANES,), tl.int32)
-    for first in range(0, vocab, LANES):
+    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
         _, x = load(row, first, vocab, LANES)
         tile = tl.where(x > largest, first, tile)
         largest = tl.maximum(largest, x)
@@ -59,7 +60,7 @@ def _amount(row, vocab, level, best, rate, BY_MASS: tl.constexpr, LANES: tl.cons
     amount = tl.zeros((LANES,), tl.float32)
     above = tl.full((LANES,), float("inf"), tl.float32)
     below = tl.full((LANES,), -float("inf"), tl.float32)
-    for first in range(0, vocab, LANES):
+    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
         _, x = load(row, first, vocab, LANES)
         inside = x >= level
         if BY_MASS:
@@ -94,7 +95,7 @@ def _above(row, vocab, level, best, LANES: tl.constexpr):
     number = tl.zeros((LANES,), tl.int32)
     lack = tl.zeros((LANES,), tl.float32)
     smallest = tl.full((LANES,), float("inf"), tl.float32)
-    for first in range(0, vocab, LANES):
+    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
         _, x = load(row, first, vocab, LANES)
         number += (x > level).to(tl.int32)
         lack += tl.where(x > level, best - x, 0.0)
