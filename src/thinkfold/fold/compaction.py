@@ -65,7 +65,9 @@ def choose(scores: Tensor, budget: Tensor, conclusion: int = 0, ends: Sequence[i
     tokens = scores.shape[-1]
     order = tokens - 1 - _protect(scores, conclusion, ends).flip(-1).argsort(dim=-1, descending=True, stable=True)
     width = int(budget.max())
-    absent = torch.arange(width, device=scores.device) >= budget.to(scores.device).unsqueeze(-1)
+    if scores.is_cuda and not budget.is_cuda:
+        budget = budget.pin_memory()  # else the host would wait for all that the device has yet to do
+    absent = torch.arange(width, device=scores.device) >= budget.to(scores.device, non_blocking=True).unsqueeze(-1)
     chosen = order[..., :width].masked_fill(absent, tokens).sort(-1).values
     return chosen.masked_fill(chosen == tokens, -1)
 
