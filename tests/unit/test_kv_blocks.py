@@ -117,3 +117,28 @@ def test_random_operations_keep_every_block_accounted_for():
     pool.finish_step(step)
     blocks.finish_step(step)
     assert pool.num_free == 12
+
+
+def test_pages_that_one_holder_has_alone_go_back_at_once():
+    rng = random.Random(3)
+    for _ in range(40):
+        pool, blocks = make(num_pages=12)
+        held = [blocks.allocate(rng.randrange(1, 11)) for _ in range(4)]
+        shared = [block for block in held[0] if rng.random() < 0.1]
+        for block in shared:
+            blocks.retain(block)
+        for block in held[3][: rng.randrange(3)]:
+            blocks.release(block, -1)
+            held[3].remove(block)
+        gone, others = held[0], [*held[1:], shared]
+        alone = {b // HEADS for b in gone} - {b // HEADS for other in others for b in other}
+        rest = blocks.release_pages(gone, after_step=5)
+        assert rest == [b for b in gone if b // HEADS not in alone]
+        assert pool.num_quarantined == len(alone) and not alone & set(blocks.pages())
+        for block in rest:
+            blocks.release(block, after_step=5)
+        blocks.check_integrity(others)
+        blocks.finish_step(5)
+        pool.finish_step(5)
+        blocks.check_integrity(others)
+        pool.check_integrity([blocks.pages()])

@@ -8,7 +8,7 @@ Any head of any branch may hold any block of an open page.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from thinkfold.kv.pages import PageClass, PagePool
@@ -94,6 +94,20 @@ class HeadBlocks:
             self._close(page)
         elif not self._quarantine.hold((page, index), after_step):
             self._lendable(page, index)
+
+    def release_pages(self, blocks: Sequence[int], after_step: int) -> list[int]:
+        """Close the pages of which `blocks`, each with one holder, are all that is lent; returns the other blocks.
+
+        What a request has folded fills whole pages: ending it must not take a step's time for each of its blocks.
+        """
+        counts = Counter(block // self._page_blocks for block in blocks)
+        for number, count in list(counts.items()):
+            page = self._pages[number]
+            if count == page.lent and max(page.refs) == 1:
+                page.lent, page.last_read = 0, max(page.last_read, after_step)
+                self._close(page)
+                del counts[number]
+        return [block for block in blocks if block // self._page_blocks in counts] if counts else []
 
     def finish_step(self, step: int) -> None:
         """`step` has finished on the device: what waited for it can be lent again."""

@@ -359,7 +359,8 @@ class KVManager:
         self._shorten(table, 0)
         table.published = 0
         table.parted = False
-        for block in chain.from_iterable(table.summary.blocks):
+        blocks = list(chain.from_iterable(table.summary.blocks))
+        for block in self._blocks.release_pages(blocks, self._launched + self._work.uses_blocks):
             self._release_block(block)
 
     def _release_host(self, pages: Iterable[int], blocks: Iterable[int]) -> None:

@@ -96,6 +96,11 @@ class WorkList:
     def uses_block(self, block: int) -> bool:
         return block in self._blocks
 
+    @property
+    def uses_blocks(self) -> bool:
+        """Whether any head block is used."""
+        return bool(self._blocks)
+
     def uses_host_page(self, page: int) -> bool:
         return page in self._host_pages
 
