@@ -14,7 +14,7 @@ from test_server_access import RIGHT, WRONG, bearer, guarded, key
 from thinkfold.config import EngineConfig
 from thinkfold.server.access.gate import Access
 from thinkfold.server.access.keys import KeyTable
-from thinkfold.server.drift import BLOCK, Conversations, Owner, trace_of
+from thinkfold.server.drift import LATEST, Conversations, Owner, trace_of
 from thinkfold.text.messages import Markers, parse_messages
 
 PAGE = 16
@@ -52,7 +52,7 @@ class Kept:
         return shown
 
 
-def test_a_changed_system_prompt_is_found_at_its_block() -> None:
+def test_a_changed_system_prompt_is_found_at_its_character() -> None:
     kept = Kept()
     assert kept.ask(FIRST) is None and kept.ask(SECOND) is None
     place = SYSTEM.index("10:31") + 3
@@ -61,7 +61,7 @@ def test_a_changed_system_prompt_is_found_at_its_block() -> None:
         "kind": "system",
         "message": 0,
         "role": "system",
-        "character": place // BLOCK * BLOCK,
+        "character": place,
         "tokens_lost": 100,
     }
     assert kept.kinds == ["system"]
@@ -72,7 +72,7 @@ def test_a_system_prompt_that_is_longer_or_gone() -> None:
     kept = Kept()
     kept.ask(FIRST)
     found = kept.ask(changed(SECOND, 0, SYSTEM, SYSTEM + "More."))
-    assert found is not None and found["character"] == len(SYSTEM) // BLOCK * BLOCK
+    assert found is not None and found["character"] == len(SYSTEM)
     gone = kept.ask(THIRD[1:])
     assert gone is not None and (gone["kind"], gone["message"], gone["character"]) == ("system", 0, 0)
 
@@ -86,6 +86,28 @@ def test_other_tools_are_found(tools: Any, place: int) -> None:
     found = kept.ask(SECOND, tools)
     assert found is not None and (found["kind"], found["tool"]) == ("tools", place)
     assert kept.kinds == ["tools"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 15, 16, 17, len(LONG) - 1])
+@pytest.mark.parametrize("edit", ["\U0001f642", "", "xy"], ids=["other", "gone", "more"])
+def test_every_character_is_found_exactly(place: int, edit: str) -> None:
+    kept = Kept()
+    kept.ask([("system", LONG), *FIRST[1:]])
+    found = kept.ask([("system", LONG[:place] + edit + LONG[place + 1 :]), *SECOND[1:]])
+    assert found is not None and found["character"] == place
+
+
+def test_the_latest_are_kept_for_their_tenant() -> None:
+    kept = Kept()
+    told = []
+    for place in range(LATEST + 1):
+        owner = Owner("t", (), f"job-{place}")
+        kept.ask(FIRST, owner=owner)
+        told.append(kept.ask(changed(SECOND, 0, SYSTEM, SYSTEM[:place]), owner=owner))
+    assert [record["character"] for record in told if record] == list(range(LATEST + 1))
+    assert kept.store.latest("t") == told[:0:-1] and kept.store.latest("u") == []
+    kept.store.delete_tenant("t")
+    assert kept.store.latest("t") == []
 
 
 def test_an_edited_history_is_found() -> None:
@@ -182,6 +204,7 @@ async def test_replies_metrics_and_the_log_tell_it_without_text(caplog: pytest.L
         drift = streamed["thinkfold"]["drift"]
         assert (drift["kind"], drift["message"], drift["role"]) == ("system", 0, "system")
         counted = (await client.get("/metrics")).text
+        assert (await client.get("/v1/thinkfold/engine")).json()["drift"] == [drift]
     assert 'thinkfold_prefix_drift_total{kind="system"} 1.0' in counted
     (line,) = [json.loads(record.message) for record in caplog.records]
     assert line == {"event": "thinkfold.drift", "request": streamed["id"], **drift}

@@ -80,7 +80,7 @@ def think(page: Page) -> None:
     page.locator("#go:enabled").wait_for()
 
 
-def test_hostile_text_stays_text(browser: Browser) -> None:
+def test_case_64_hostile_text_stays_text(browser: Browser) -> None:
     script = ["<think>", *HOSTILE, "</think>", *HOSTILE, *MATHS, EOS]
     with on_a_socket(ScriptedEngine([script])) as url, watched(browser, url) as page:
         think(page)
@@ -93,6 +93,18 @@ def test_hostile_text_stays_text(browser: Browser) -> None:
         assert page.locator("#answer math").count() == 2
         assert "<script>alert(2)</script>" in page.inner_text("#answer")
         assert "owned" not in page.title()
+
+
+def test_case_64_a_stream_that_ends_inside_thinking_closes_the_pane(browser: Browser) -> None:
+    with on_a_socket(ScriptedEngine([["<think>", "w", EOS]])) as url, watched(browser, url) as page:
+        think(page)
+        assert page.inner_text("#ending").startswith("the response ended while thinking")
+        assert page.evaluate("document.querySelector('#thinking .text').textContent") == "w"
+        assert page.inner_text("#answer") == "" and page.locator("#answer-now").is_disabled()
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.click("#go")
+        assert json.loads(asked.value.post_data or "")["messages"] == [{"role": "user", "content": "q"}]
+        page.locator("#go:enabled").wait_for()
 
 
 def test_the_policy_forbids_markup_by_itself(browser: Browser, plain: str) -> None:
@@ -211,6 +223,21 @@ def test_the_engine_view(page: Page) -> None:
     assert "thinking 3" in (page.get_attribute("#map", "aria-label") or "")
     assert "segments folded\n5" in page.inner_text("#ladder") and "cached\n7" in page.inner_text("#ladder")
     assert "7.8 %" in page.inner_text("#tiles")
+
+
+def test_a_drift_is_shown_with_its_message_and_character(browser: Browser) -> None:
+    system = "You are a careful helper. " * 8 + "It is 10:31."
+    turns: list[dict[str, str]] = [{"role": "system", "content": system}, {"role": "user", "content": "q"}]
+    later = [{**turns[0], "content": system.replace("31", "45")}, *turns[1:], {"role": "assistant", "content": "A"}]
+    with on_a_socket(ScriptedEngine([["A", EOS]])) as url, watched(browser, url) as page:
+        assert page.locator("#drift-card").is_hidden()
+        for messages in (turns, [*later, {"role": "user", "content": "p"}]):
+            reply = page.request.post(f"{url}v1/chat/completions", data={"messages": messages})
+            assert reply.ok
+        page.locator("#drift li").wait_for()
+        lost = reply.json()["thinkfold"]["drift"]["tokens_lost"]
+        shown = f"message 0 (system) changed at character {system.index('31')}: {lost} tokens computed again"
+        assert page.inner_text("#drift li") == shown
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -1,6 +1,7 @@
 """Why a conversation's later turn misses the prefix cache: which of its earlier text is no longer the same.
 
-Kept are hashes of blocks of characters, no text. Plain Python, one thread.
+Texts of conversations are kept in memory, as the prefix cache keeps their tokens; the log never has any. Plain Python,
+one thread.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from array import array
-from collections import Counter, OrderedDict
+import sys
+from bisect import bisect_left
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -21,10 +23,10 @@ from thinkfold.server.turns import NextTurn
 from thinkfold.text.messages import Message
 from thinkfold.types import RequestOutput
 
-BLOCK = 16  # characters behind one hash
 EVENT = "thinkfold.drift"
-_OVERHEAD = 256  # bytes of a unit beside its hashes
+_OVERHEAD = 256  # bytes of a unit beside its text
 _TRACES = 32  # of one conversation: branches, and chats that share a key
+LATEST = 5  # drifts that a tenant can look up
 KINDS = ("system", "tools", "history")  # as templates write them
 
 logger = logging.getLogger(__name__)
@@ -40,11 +42,11 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A message or a tool as hashes of its blocks; `place` is its index among messages or tools."""
+    """A message or a tool as text; `place` is its index among messages or tools."""
 
     kind: Literal["system", "tools", "history"]
     role: str
-    blocks: bytes
+    text: str
     place: int = field(compare=False)
 
 
@@ -59,12 +61,12 @@ class Trace:
     @property
     def size(self) -> int:
         """Bytes, about."""
-        return sum(_OVERHEAD + len(unit.blocks) for unit in self.units)
+        return sum(_OVERHEAD + sys.getsizeof(unit.text) for unit in self.units)
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The first unit that differs, and the first of the `BLOCK` characters that its first difference is among."""
+    """The first unit that differs, and the first character that does."""
 
     unit: Unit
     character: int
@@ -84,11 +86,11 @@ def trace_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | N
     roles = [message.role for message in messages]
     first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
     chat = [
-        Unit("system" if i < first else "history", message.role, _hashes(_text(message)), i)
+        Unit("system" if i < first else "history", message.role, _text(message), i)
         for i, message in enumerate(messages)
     ]
     written = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
-    between = [Unit("tools", "", _hashes(text), i) for i, text in enumerate(written)]
+    between = [Unit("tools", "", text, i) for i, text in enumerate(written)]
     return Trace((*chat[:first], *between, *chat[first:]), tuple(chat[first:]), tokens)
 
 
@@ -98,7 +100,7 @@ def drift_between(earlier: Trace, later: Trace) -> Drift | None:
         if old.kind != new.kind:  # one of them has more of what comes first
             return Drift(min(old, new, key=lambda unit: KINDS.index(unit.kind)), 0, i)
         if old != new:
-            return Drift(new, 0 if old.role != new.role else _common(old.blocks, new.blocks) * BLOCK, i)
+            return Drift(new, 0 if old.role != new.role else _common(old.text, new.text), i)
     return None
 
 
@@ -125,6 +127,7 @@ class Conversations:
         self._count = count
         self._tenants: dict[str, OrderedDict[tuple[object, ...], list[Trace]]] = {}
         self._used: Counter[str] = Counter()
+        self._latest: dict[str, deque[DriftRecord]] = {}
 
     def take(self, owner: Owner, trace: Trace, cached: int, page_size: int, name: str) -> DriftRecord | None:
         """Keep the trace of an answered prompt, of which `cached` tokens were found; its drift as clients see it.
@@ -150,11 +153,17 @@ class Conversations:
             return None
         shown = drift.shown(lost)
         self._count(drift.unit.kind)
+        self._latest.setdefault(owner.tenant, deque(maxlen=LATEST)).append(shown)
         logger.info(json.dumps({"event": EVENT, "request": name, **shown}))
         return shown
 
+    def latest(self, tenant: str) -> list[DriftRecord]:
+        """A tenant's latest drifts, the newest first."""
+        return list(reversed(self._latest.get(tenant, ())))
+
     def delete_tenant(self, tenant: str) -> int:
         """Forget all of a tenant's; the number of conversations."""
+        self._latest.pop(tenant, None)
         del self._used[tenant]
         return len(self._tenants.pop(tenant, ()))
 
@@ -205,12 +214,6 @@ def _text(message: Message) -> str:
     return f"{text}\n{json.dumps(more, ensure_ascii=False)}" if more else text
 
 
-def _hashes(text: str) -> bytes:
-    """Python's own hashes, whose key is random and of this process."""
-    return array("q", (hash(text[i : i + BLOCK]) for i in range(0, len(text), BLOCK))).tobytes()
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Leading blocks that are the same."""
-    pairs = enumerate(zip(memoryview(a).cast("q"), memoryview(b).cast("q"), strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)) // array("q").itemsize)
+def _common(a: str, b: str) -> int:
+    """Leading characters that are the same."""
+    return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])

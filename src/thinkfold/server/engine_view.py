@@ -11,7 +11,8 @@ from typing_extensions import TypedDict
 from thinkfold.engine.messages import EngineStats, ModelInfo
 from thinkfold.server.fields import check_model
 from thinkfold.server.health import condition
-from thinkfold.server.state import state_of
+from thinkfold.server.replies import DriftRecord
+from thinkfold.server.state import state_of, tenant_of
 
 router = APIRouter()
 
@@ -45,7 +46,10 @@ class FoldView(TypedDict):
 
 
 class EngineView(TypedDict):
-    """Gauges of now and totals since the start. Rates come from two answers and `clock_s`, the server's own clock."""
+    """Gauges of now and totals since the start. Rates come from two answers and `clock_s`, the server's own clock.
+
+    `drift` are the latest of the caller's tenant, the newest first.
+    """
 
     object: Literal["thinkfold.engine"]
     model: str
@@ -57,6 +61,7 @@ class EngineView(TypedDict):
     pages: PoolView
     prefix: PrefixView
     folds: FoldView
+    drift: list[DriftRecord]
     pressure: dict[str, int]
     preemptions: int
     totals: dict[str, int | float]
@@ -91,6 +96,7 @@ async def show_engine(request: Request) -> EngineView:
         "pages": _pages(stats, engine.model),
         "prefix": {"queried_tokens": stats.prefix_queried_tokens, "hit_tokens": stats.prefix_hit_tokens},
         "folds": {"done": stats.folds, "refused": stats.folds_refused, "tokens": stats.folded_tokens},
+        "drift": state.conversations.latest(tenant_of(request)),
         "pressure": stats.pressure,
         "preemptions": stats.preemptions,
         "totals": {name: getattr(stats, name) for name in _TOTALS},

@@ -1,7 +1,7 @@
 // The engine of this moment: where KV memory is, who runs, what gave way. Asks once a second, less often when idle.
 
 import { json } from "./api.js";
-import { byId, bytes, count, element, put, rows, share } from "./dom.js";
+import { byId, bytes, count, element, plural, put, rows, share } from "./dom.js";
 
 const CLASSES = ["prompt", "thinking", "summary", "answer", "cached", "pinned"];
 const CHARTED = ["summary", "prompt", "thinking", "answer"]; // from the ground up
@@ -64,6 +64,7 @@ export class EngineView {
     this.#chart();
     this.#now(sample, last);
     this.#ladder(sample.pressure);
+    this.#drift(sample.drift);
   }
 
   #map(pages) {
@@ -130,7 +131,18 @@ export class EngineView {
       item.className = pressure[key] ? "used" : "";
     });
   }
+
+  #drift(records) {
+    const list = byId("drift");
+    records.forEach((record, index) => put(list.children[index] ?? list.appendChild(element("li")), driftText(record)));
+    while (list.children.length > records.length) list.lastChild.remove();
+    byId("drift-card").hidden = !records.length;
+  }
 }
+
+// Later turns whose earlier text had changed: which message, which character.
+export const driftText = ({ kind, message, role, tool, character, tokens_lost: lost }) =>
+  `${kind === "tools" ? `tool ${tool}` : `message ${message} (${role})`} changed at character ${count(character)}: ${plural(lost, "token")} computed again`;
 
 function cellsIn(root, size) {
   const cells = Array.from({ length: size }, () => element("i"));
