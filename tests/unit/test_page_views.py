@@ -225,21 +225,6 @@ def test_the_engine_view(page: Page) -> None:
     assert "7.8 %" in page.inner_text("#tiles")
 
 
-def test_a_drift_is_shown_with_its_message_and_character(browser: Browser) -> None:
-    system = "You are a careful helper. " * 8 + "It is 10:31."
-    turns: list[dict[str, str]] = [{"role": "system", "content": system}, {"role": "user", "content": "q"}]
-    later = [{**turns[0], "content": system.replace("31", "45")}, *turns[1:], {"role": "assistant", "content": "A"}]
-    with on_a_socket(ScriptedEngine([["A", EOS]])) as url, watched(browser, url) as page:
-        assert page.locator("#drift-card").is_hidden()
-        for messages in (turns, [*later, {"role": "user", "content": "p"}]):
-            reply = page.request.post(f"{url}v1/chat/completions", data={"messages": messages})
-            assert reply.ok
-        page.locator("#drift li").wait_for()
-        lost = reply.json()["thinkfold"]["drift"]["tokens_lost"]
-        shown = f"message 0 (system) changed at character {system.index('31')}: {lost} tokens computed again"
-        assert page.inner_text("#drift li") == shown
-
-
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_and_has_both_colour_schemes(browser: Browser, plain: str, width: int, dark: bool) -> None:

@@ -4,6 +4,7 @@ import { AnswerView } from "./answer.js";
 import { call, events, json } from "./api.js";
 import { byId, bytes, count, element, plural, put, rows, seconds, share } from "./dom.js";
 import { ThinkingView } from "./segments.js";
+import { VotesView } from "./votes.js";
 
 const SHORT = 0.9; // share of held pages beyond which nobody calls memory free
 const LEVELS = ["low", "medium", "high", "custom"];
@@ -31,6 +32,7 @@ export class Playground {
     this.run = null;
     this.thinking = new ThinkingView(byId("thinking"), 512);
     this.answer = new AnswerView(byId("answer"));
+    this.votes = new VotesView(byId("votes"));
     byId("examples").append(...EXAMPLES.map(([name, text]) => element("button", { type: "button", onclick: () => { byId("question").value = text; byId("question").focus(); } }, name)));
     byId("question").value = EXAMPLES[0][1];
     byId("question").addEventListener("keydown", (event) => {
@@ -65,6 +67,10 @@ export class Playground {
     return document.querySelector('input[name="fold"]:checked').value;
   }
 
+  get samples() {
+    return Number(document.querySelector('input[name="vote"]:checked').value);
+  }
+
   knobs() {
     const custom = this.level === "custom";
     const budget = this.card?.thinking?.efforts[this.level];
@@ -86,12 +92,16 @@ export class Playground {
       if (this.level === "custom") body.thinking_token_budget = byId("budget").valueAsNumber;
       else body.reasoning_effort = this.level;
     }
+    if (this.samples > 1) {
+      body.vote = { n: this.samples };
+      if (!this.card?.sampling_defaults.temperature) body.temperature = 0.7; // of greedy samples there is only one
+    }
     return body;
   }
 
   async ask() {
     this.#reset();
-    const run = { id: null, phase: "waiting", paused: false, tokens: 0, start: performance.now(), stopper: new AbortController(), policy: this.folding, ended: null };
+    const run = { id: null, phase: "waiting", paused: false, tokens: 0, start: performance.now(), stopper: new AbortController(), policy: this.folding, vote: this.samples > 1, ended: null };
     this.run = run;
     this.#buttons();
     this.busy(true);
@@ -135,6 +145,7 @@ export class Playground {
     const own = data.thinkfold ?? {};
     if (name === "thinkfold.segment") this.thinking.segment(own.segment);
     else if (name === "thinkfold.fold") this.thinking.fold(own.fold);
+    if (own.vote) this.votes.show(own.vote);
     for (const choice of data.choices) {
       run.tokens = own.output_tokens ?? run.tokens;
       if (choice.delta.reasoning) this.#thought(choice.delta.reasoning);
@@ -163,6 +174,7 @@ export class Playground {
   #reset() {
     this.thinking.clear();
     this.answer.clear();
+    this.votes.clear();
     byId("trouble").hidden = true;
     byId("fold-note").hidden = true;
     put(byId("ending"), "");
@@ -173,8 +185,8 @@ export class Playground {
   #buttons() {
     const { run } = this;
     byId("go").disabled = Boolean(run);
-    byId("answer-now").disabled = run?.phase !== "thinking";
-    byId("pause").disabled = !run?.id;
+    byId("answer-now").disabled = run?.phase !== "thinking" || run.vote; // its samples have ids of their own
+    byId("pause").disabled = !run?.id || run.vote;
     put(byId("pause"), run?.paused ? "Resume" : "Pause");
     byId("stop").disabled = !run;
   }
