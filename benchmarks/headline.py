@@ -64,6 +64,7 @@ class Case:
     profile: str
     segment: tuple[int, int]  # the shortest, which is the likeliest, and the longest
     sessions: int
+    first: int = 0  # the shortest first segment: folds of requests that begin together then fall into different steps
     pool_tokens: int = 0
     pool_requests: int = 0
     points: tuple[int, ...] = ()  # output tokens at which a step is looked at
@@ -80,7 +81,8 @@ class Case:
     def request(self, number: int, vocab_size: int, mode: FoldMode, most: int | None = None) -> EngineRequest:
         """With tokens of its own; it ends after `most` output tokens, or by itself."""
         rng = Random(number)
-        tokens, end = [WORD] * self.output, self._segment(rng)
+        tokens = [WORD] * self.output
+        end = rng.randint(self.first, self.segment[0]) if self.first else self._segment(rng)
         while end < self.thinking:
             tokens[end - 1] = BREAK
             end += self._segment(rng)
@@ -103,7 +105,7 @@ class Case:
 
 POINTS = (*range(8000, 128001, 8000), 138000, 148000)  # thinking, the middle of the answer, its end
 CASES = {
-    "7b-8k": Case(512, 8192, 0, "fine", (512, 512), sessions=32, pool_tokens=65536),
+    "7b-8k": Case(512, 8192, 0, "fine", (512, 512), sessions=32, first=128, pool_tokens=65536),
     "7b-32k": Case(2000, 32000, 500, "default", (512, 2048), sessions=32, pool_requests=3),
     "long-128k": Case(2000, 128000, 20000, "default", (512, 2048), sessions=1, pool_requests=1, points=POINTS),
 }
@@ -142,7 +144,7 @@ def stages_of(args: argparse.Namespace, name: str, case: Case, arm: Arm, vocab_s
     numbers = FOLD_PROFILES[case.profile]
     length = numbers.max_segment_tokens
     due = length + numbers.fold_delay
-    folding = replace(case, segment=(length, length)).request(-1, vocab_size, arm.mode, due + QUIET)
+    folding = replace(case, segment=(length, length), first=0).request(-1, vocab_size, arm.mode, due + QUIET)
     prompts = [request(-2 - i, 8) for i in range(max(1, min(case.sessions, STEP_TOKENS // case.prompt)))]
     stages = [Stage([(folding, due - QUIET - 8)], iter(())), Stage([], iter(prompts), len(prompts))]
     if due + QUIET > case.output:
@@ -197,6 +199,7 @@ def numbers_of(stage: Stage) -> dict[str, float]:
         "running_mean": watch.running_mean,
         "forced_preemptions": stage.forced,
         "kv_pool_use_mean": watch.kv_pool_use_mean,
+        "kv_unused_share": watch.kv_unused_share,
         "folds": stage.folds,
         "entries_mean": fmean(stage.held),  # of all running requests
         "entries_peak": stage.peak,  # of one
