@@ -66,7 +66,7 @@ def test_the_twin_draws_from_a_large_vocabulary() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     pytest.importorskip("triton")
-    assert run_alone("compile", "0").split() == ["_draw", "_observe"]
+    assert run_alone("compile", "0").split() == ["_draw", "_look", "_count", "_tell"]
 
 
 class TestOnGPU:
@@ -82,6 +82,15 @@ class TestOnGPU:
         if kind != "masked":
             rows = logits_of(kind, vocab)[None].cuda()
             check_seen(triton_observe.observe(rows, min(20, vocab)), rows, min(20, vocab), 1e-4)
+
+    def test_logits_may_be_of_half_precision(self) -> None:
+        from thinkfold.runner import triton_draw, triton_observe
+
+        half = torch.stack([logits_of("plain", QWEN_VOCAB, seed) for seed in range(5)]).cuda().bfloat16()
+        knobs = knobs_of(LARGE, QWEN_VOCAB, grid(5)).cuda()
+        assert torch.equal(triton_draw.draw(half, knobs, []), triton_draw.draw(half.float(), knobs, []))
+        seen = [triton_observe.observe(rows, 20) for rows in (half, half.float())]
+        assert all(map(torch.equal, *seen))
 
     def test_many_draws_follow_the_distribution(self) -> None:
         from thinkfold.runner import triton_draw
@@ -133,6 +142,9 @@ def interpret() -> None:
     check_seen(triton_observe.observe(rows * 5, 20), rows * 5, 20, 2e-5)
     large = logits_of("plain", QWEN_VOCAB)[None]
     check_seen(triton_observe.observe(large, 20), large, 20, 2e-5)
+    half = rows.bfloat16()
+    for mine, same in zip(triton_observe.observe(half, 20), triton_observe.observe(half.float(), 20), strict=True):
+        assert torch.equal(mine, same)
     print("statistics", flush=True)
     poisoned = logits_of("plain", 50).repeat(4, 1)
     for i, value in enumerate((torch.nan, torch.inf, -torch.inf)):
@@ -147,10 +159,13 @@ def compile_all() -> None:
     from test_triton_paged import compile_kernel
 
     from thinkfold.runner.triton_draw import _draw
-    from thinkfold.runner.triton_observe import _observe
+    from thinkfold.runner.triton_observe import _count, _look, _tell
 
     compile_kernel(_draw, "*fp32 *fp64 *i64", "vocab num_rows", {"LANES": 8192})
-    compile_kernel(_observe, "*fp32 *fp32", "vocab num_rows num_top", {"LANES": 8192})
+    sizes = {"LANES": 8192, "TILES": 32, "CROWD": 32}
+    compile_kernel(_look, "*fp32 *fp32 *fp32", "vocab", sizes)
+    compile_kernel(_count, "*fp32 *fp32 *fp32 *fp32", "vocab num_top", sizes)
+    compile_kernel(_tell, "*fp32 *fp32 *fp32 *fp32", "vocab num_rows tiles num_top", sizes)
 
 
 if __name__ == "__main__":

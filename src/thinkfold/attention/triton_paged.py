@@ -108,7 +108,8 @@ def _shapes(
     num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     num_tokens, num_rows = q.shape[0], page_table.shape[0]
     group = _power_of_2(q.shape[1] // num_heads)
-    blocks = _blocks(q.dtype, _power_of_2(head_dim), group, num_tokens <= 2 * num_rows)
+    fp8, decode = kv.dtype == FP8, num_tokens <= 2 * num_rows
+    blocks = _blocks(q.dtype, _power_of_2(head_dim), group, fp8=fp8, decode=decode)
     tokens = blocks.lines // group
     tiles = (num_tokens + num_rows * (tokens - 1)) // tokens
     entries = page_table.shape[1] * page_size
@@ -133,12 +134,14 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _blocks(dtype: torch.dtype, head_dim: int, group: int, decode: bool) -> Blocks:
+def _blocks(dtype: torch.dtype, head_dim: int, group: int, *, fp8: bool, decode: bool) -> Blocks:
     """`head_dim` and `group` are powers of 2."""
     if dtype == torch.float32:
         return Blocks(max(LEAST_DOT, group), 32 if head_dim <= 128 else 16, 4, 2)
     if decode:
-        return Blocks(max(LEAST_DOT, group), 32, 4, 3)
+        # fp8 is bound by instructions, of which fewer warps have fewer in common.
+        entries, warps = (64, 2) if fp8 and head_dim <= 128 else (32, 4)
+        return Blocks(max(LEAST_DOT, group), entries, warps, 3)
     return Blocks(max(64 if head_dim <= 128 else 32, group), 64 if head_dim <= 128 else 32, 4, 2)
 
 

@@ -24,8 +24,12 @@ def _first_tile(cu_seqlens_q, row, TILE_TOKENS: tl.constexpr):
 @triton.jit
 def _cut(tiles, index, cu_seqlens_q, kv_lens, num_rows, TILE_TOKENS: tl.constexpr):
     """Find the tile's row, the last one that starts at or before it, and what the tile holds of it."""
-    row = tl.full((), 0, tl.int32)
-    behind = num_rows
+    # Where no row is longer than a tile, tile i is that of row i, and nothing need be searched.
+    guess = tl.minimum(index, num_rows - 1)
+    here = _first_tile(cu_seqlens_q, guess, TILE_TOKENS) <= index
+    alone = _first_tile(cu_seqlens_q, guess + 1, TILE_TOKENS) > index
+    row = tl.where(here, guess, 0)
+    behind = tl.where(here, tl.where(alone, guess + 1, num_rows), guess)
     while behind - row > 1:
         middle = (row + behind) // 2
         if _first_tile(cu_seqlens_q, middle, TILE_TOKENS) <= index:

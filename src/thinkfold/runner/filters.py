@@ -19,10 +19,11 @@ NUCLEUS_TRIES = (24, 256)
 def draw(logits: Tensor, knobs: Tensor, params: list[SamplingParams]) -> Tensor:
     """Token ids `[N]` by inverse CDF over the kept probabilities in id order.
 
-    `logits` `[N, V]` fp32; `knobs` `[5, N]` fp64: temperature (> 0), u in [0, 1), top_p, min_p,
+    `logits` `[N, V]` (any float dtype); `knobs` `[5, N]` fp64: temperature (> 0), u in [0, 1), top_p, min_p,
     top_k (V means all). `params` are the same rows on the host, to choose the work to be done.
     """
     temperature, u, top_p, min_p, top_k = knobs
+    logits = logits.float()
     best = logits.amax(dim=-1, keepdim=True)
     weights = (logits - best).double().div_(temperature[:, None]).exp_()  # [N, V], 1 at the best
     keep = kept(weights, top_k.long(), top_p, min_p, params)

@@ -121,7 +121,7 @@ class StepGraphs:
         most = max(bucket.rows for bucket in self.buckets.all)
         words = max(map(num_words, self.buckets.all))
         self._buffer = torch.zeros(words, dtype=torch.int64, device=device)
-        self._raw = torch.zeros(most, loaded.vocab_size, dtype=torch.float32, device=device)
+        self._raw = torch.zeros(most, loaded.vocab_size, dtype=loaded.dtype, device=device)
         self._out = torch.zeros(most * OUT, dtype=torch.float64, device=device)
 
     def find(self, plan: StepPlan, samples: list[SampleRow]) -> Bucket | None:
@@ -181,7 +181,7 @@ class StepGraphs:
         return self._out[: bucket.rows * OUT]
 
     def logits(self, count: int) -> Tensor:
-        """fp32 logits `[count, V]` of the step that ran last."""
+        """Logits `[count, V]` of the step that ran last, in the model's dtype."""
         return self._raw[:count]
 
     def check_integrity(self) -> None:

@@ -22,7 +22,8 @@ class Seen(NamedTuple):
 
 
 def observe(raw: Tensor, num_top: int) -> Seen:
-    """`raw` `[R, V]` fp32; `num_top` tokens make the confidence."""
+    """`raw` `[R, V]` (any float dtype); `num_top` tokens make the confidence."""
+    raw = raw.float()
     least, best = raw.aminmax(dim=-1)
     finite = (best < torch.inf) & (least > -torch.inf)  # NaN is neither
     below = raw - best[:, None]

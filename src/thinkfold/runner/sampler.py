@@ -163,7 +163,7 @@ class Sampler:
         return Drawn(token_ids, stats, top.indices, top.values - seen.lse[inputs.top_rows, None])
 
     def sample_fixed(self, raw: Tensor, inputs: FixedInputs, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Token ids and stats as `sample` gives them, of `raw` `[S, V]` fp32, left as it was.
+        """Token ids and stats as `sample` gives them, of `raw` `[S, V]` (any float dtype), left as it was.
 
         What is launched depends on shapes and `draws` alone, so it can be captured. It knows no
         penalties, no logit bias, no masks, no top log-probs, and of end tokens the model's own.
@@ -190,9 +190,9 @@ class Sampler:
         return not (sample.ban_eos and params.stop_token_ids)
 
     def _statistics(self, raw: Tensor, seen: Seen, token_ids: Tensor) -> Tensor:
-        logprob = raw.gather(1, token_ids.clamp(min=0)[:, None])[:, 0] - seen.lse
+        logprob = raw.gather(1, token_ids.clamp(min=0)[:, None])[:, 0].float() - seen.lse
         end = self.end_marker_id
-        margin = torch.full_like(seen.best, torch.nan) if end is None else seen.best - raw[:, end]
+        margin = torch.full_like(seen.best, torch.nan) if end is None else seen.best - raw[:, end].float()
         return torch.stack([logprob, seen.entropy, seen.confidence, margin], dim=1)
 
     def _draw(self, raw: Tensor, samples: list[SampleRow], inputs: SamplerInputs) -> Tensor:

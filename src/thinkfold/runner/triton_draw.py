@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinkfold.runner.triton_rows import LOG2_E, STAGES, ends, kth_largest, launch_sizes, load, threshold, weight_of
+from thinkfold.runner.triton_rows import LOG2_E, ends, kth_largest, launch_sizes, load, threshold, weight_of
 from thinkfold.types import SamplingParams
 
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-52)
 
 
 def draw(logits: Tensor, knobs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Token ids `[N]` of `logits` `[N, V]` fp32 by `knobs` `[5, N]` fp64, as `filters.draw` gives them.
+    """Token ids `[N]` of `logits` `[N, V]` by `knobs` `[5, N]` fp64, as `filters.draw` gives them.
 
     A row with temperature 0 gets its most likely token. `params` are not looked at: the knobs say it all.
     """
@@ -39,7 +39,7 @@ def _beside(row, vocab, level, best, rate, LANES: tl.constexpr):
     """The mass of what is larger than `level`, and the number of its equals."""
     mass = tl.zeros((LANES,), tl.float32)
     equal = tl.zeros((LANES,), tl.int32)
-    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
+    for first in range(0, vocab, LANES):
         _, x = load(row, first, vocab, LANES)
         mass += tl.where(x > level, weight_of(x, best, rate), 0.0)
         equal += (x == level).to(tl.int32)
@@ -68,7 +68,7 @@ def _heaviest(row, vocab, maxima, best, least, rate, top_p, top_k, LANES: tl.con
     last = vocab
     if ties < equal:
         seen = 0
-        for first in tl.range(0, vocab, LANES, num_stages=STAGES):
+        for first in range(0, vocab, LANES):
             ids, x = load(row, first, vocab, LANES)
             same = (x == cut).to(tl.int32)
             rank = seen + tl.cumsum(same, 0)
@@ -96,7 +96,7 @@ def _drawn(row, vocab, maxima, best, least, temperature, u, top_p, min_p, top_k,
         cut, last = _heaviest(row, vocab, maxima, best, least, rate, top_p, top_k, LANES)
     smallest = min_p.to(tl.float32)
     total = tl.full((), 0.0, tl.float64)
-    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
+    for first in range(0, vocab, LANES):
         _, weights = _kept(row, first, vocab, best, rate, cut, last, smallest, LANES)
         total += tl.sum(weights, 0)
     target = tl.minimum(u * total, total * _BELOW_ONE)

@@ -16,7 +16,6 @@ import triton.language as tl
 MOST_LANES = 8192  # logits that a program looks at together
 LANES_A_WARP = 512
 LOG2_E = tl.constexpr(1.4426950408889634)
-STAGES = tl.constexpr(3)  # tiles on their way: a program alone must hide the latency of memory
 
 
 def launch_sizes(vocab_size: int) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def launch_sizes(vocab_size: int) -> dict[str, Any]:
 def load(row, first, vocab, LANES: tl.constexpr):
     """Ids of the tile that starts at `first`, and their logits; -inf beyond the vocabulary."""
     ids = first + tl.arange(0, LANES)
-    return ids, tl.load(row + ids, mask=ids < vocab, other=-float("inf"))
+    return ids, tl.load(row + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def ends(row, vocab, LANES: tl.constexpr):
     largest = tl.full((LANES,), -float("inf"), tl.float32)
     smallest = tl.full((LANES,), float("inf"), tl.float32)
     tile = tl.zeros((LANES,), tl.int32)
-    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
+    for first in range(0, vocab, LANES):
         _, x = load(row, first, vocab, LANES)
         tile = tl.where(x > largest, first, tile)
         largest = tl.maximum(largest, x)
@@ -60,7 +59,7 @@ def _amount(row, vocab, level, best, rate, BY_MASS: tl.constexpr, LANES: tl.cons
     amount = tl.zeros((LANES,), tl.float32)
     above = tl.full((LANES,), float("inf"), tl.float32)
     below = tl.full((LANES,), -float("inf"), tl.float32)
-    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
+    for first in range(0, vocab, LANES):
         _, x = load(row, first, vocab, LANES)
         inside = x >= level
         if BY_MASS:
@@ -90,12 +89,12 @@ def threshold(row, vocab, low, best, rate, goal, BY_MASS: tl.constexpr, LANES: t
 
 
 @triton.jit
-def _above(row, vocab, level, best, LANES: tl.constexpr):
+def above(row, vocab, level, best, LANES: tl.constexpr):
     """How many logits are larger than `level`, what they lack to `best` in all, and the smallest of them."""
     number = tl.zeros((LANES,), tl.int32)
     lack = tl.zeros((LANES,), tl.float32)
     smallest = tl.full((LANES,), float("inf"), tl.float32)
-    for first in tl.range(0, vocab, LANES, num_stages=STAGES):
+    for first in range(0, vocab, LANES):
         _, x = load(row, first, vocab, LANES)
         number += (x > level).to(tl.int32)
         lack += tl.where(x > level, best - x, 0.0)
@@ -104,7 +103,7 @@ def _above(row, vocab, level, best, LANES: tl.constexpr):
 
 
 @triton.jit
-def _of_crowd(crowd, least, best, k):
+def bound(crowd, least, best, k):
     """The `k`-th largest of a few numbers that are at hand, `least` where there are not so many."""
     low = least
     high = best
@@ -129,9 +128,9 @@ def kth_largest(row, vocab, maxima, least, best, k, LANES: tl.constexpr):
     one pass tells, and only then the row is searched.
     """
     crowd = tl.max(tl.reshape(maxima, (min(LANES, 512), LANES // min(LANES, 512))), 1)
-    low = _of_crowd(crowd, least, best, k)
-    number, lack, smallest = _above(row, vocab, low, best, LANES)
+    low = bound(crowd, least, best, k)
+    number, lack, smallest = above(row, vocab, low, best, LANES)
     if number >= k:
         low = threshold(row, vocab, smallest, best, 1.0, k.to(tl.float32), False, LANES)
-        number, lack, smallest = _above(row, vocab, low, best, LANES)
+        number, lack, smallest = above(row, vocab, low, best, LANES)
     return low, number, lack
