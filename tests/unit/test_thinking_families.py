@@ -32,6 +32,12 @@ def harmony() -> Kit:
         ("<seed:think>", "seed_oss", ("<seed:think>", "</seed:think>"), "seed_oss"),
         (GRANITE, "granite", (), "granite_3_2"),
         ("<think></think> and <response></response>", "granite", (), "granite_3_3"),
+        ("<think>\\n</think>\\n<answer>\\n</answer>", "hunyuan_v1_moe", (), "hunyuan"),
+        ("<|open|>think<|sep|>", "kimi_k3", ("<|open|>", "<|close|>", "<|sep|>"), "kimi_k3"),
+        ("<|channel>thought\n<channel|>", "gemma4", ("<|channel>", "<channel|>"), "gemma_4"),
+        ("<|START_THINKING|>", "cohere2", ("<|START_THINKING|>", "<|END_THINKING|>"), "command_a"),
+        ("<|inner_prefix|>", "apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), "apertus"),
+        ("<|content_thinking|>", "inkling", ("<|content_thinking|>", "<|end_message|>"), "inkling"),
         ("say <think>", "llama", (), "think"),
     ],
 )
@@ -69,6 +75,46 @@ def test_force_carries_the_newlines_of_the_template():
     once = Kit(template=r"{{ '</think>\n' + content }}")
     assert once.family.force_ids == tuple(once.ids(["</think>", "\n"]))
     assert kit.family.end_token_id == kit.ids(["</think>"])[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "model_type", "added", "written", "told"),
+    [
+        (
+            "<think>\\n</think>\\n<answer>\\n</answer>",
+            "hunyuan_v1_moe",
+            (),
+            "<think>\nw\n</think>\n<answer>\nA\n</answer>",
+            ("w", "A\n"),
+        ),
+        (
+            "<|open|>think<|sep|>",
+            "kimi_k3",
+            ("<|open|>", "<|close|>", "<|sep|>"),
+            "<|open|>think<|sep|>w<|close|>think<|sep|><|open|>response<|sep|>A<|close|>response<|sep|>",
+            ("w", "A"),
+        ),
+        (
+            "<|channel>thought\n<channel|>",
+            "gemma4",
+            ("<|channel>", "<channel|>"),
+            "<|channel>thought\nw<channel|>A",
+            ("w", "A"),
+        ),
+        (
+            "<|inner_prefix|>",
+            "apertus",
+            ("<|inner_prefix|>", "<|inner_suffix|>"),
+            "<|inner_prefix|>w<|inner_suffix|>A<|inner_prefix|>v<|inner_suffix|>B",
+            ("wv", "AB"),
+        ),
+    ],
+)
+def test_families_of_several_tokens_or_blocks(template, model_type, added, written, told):
+    kit = Kit(template=template, model_type=model_type, added=added)
+    script = [kit.vocabulary.token_bytes(token_id) for token_id in kit.tokenizer.encode(written)]
+    output = run(kit, [*script, "EOS"], PromptState(Phase.ANSWER, 0, 0))
+    assert seen(output) == (*told, FinishReason.STOP)
 
 
 def test_own_markers():
