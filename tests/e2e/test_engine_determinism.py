@@ -48,6 +48,13 @@ async def test_alone_equals_a_busy_batch_bit_by_bit(alone):
     assert busy == alone
 
 
+async def test_it_holds_for_the_shipped_weights_too():
+    """They are read in 16 bits, which random ones are not."""
+    shipped = config(load_format="auto", enable_prefix_caching=False)
+    (one_by_one, _), (busy, _) = await answers(shipped, together=False), await answers(shipped, together=True)
+    assert busy == one_by_one
+
+
 async def test_other_prefill_chunks_change_nothing(alone):
     chunked, _ = await answers(config(max_num_batched_tokens=7, enable_prefix_caching=False), together=True)
     assert chunked == alone

@@ -105,6 +105,7 @@ def test_only_layers_that_repeat_the_trial_are_replaced() -> None:
     assert all(isinstance(model.model.layers[i], DecoderBlock) for i in (0, 2))
 
 
+@pytest.mark.parametrize("checkpoint", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("model_type", "sizes", "threads"),
     [
@@ -114,10 +115,12 @@ def test_only_layers_that_repeat_the_trial_are_replaced() -> None:
         ("qwen3", {"hidden_size": 384, "intermediate_size": 1024, "head_dim": 64}, 2),
     ],
 )
-def test_a_row_has_the_same_bits_among_any_others(model_type: str, sizes: dict[str, int], threads: int) -> None:
+def test_a_row_has_the_same_bits_among_any_others(
+    model_type: str, sizes: dict[str, int], threads: int, checkpoint: torch.dtype
+) -> None:
     before = torch.get_num_threads()
     try:
-        model = build(model_type, sizes)
+        model = build(model_type, sizes).to(checkpoint).float()
         assert cpu_fusion.fuse(model) == 2
         cpu_layers.speed_up(model)
         ids = torch.arange(70)[None]
@@ -172,6 +175,24 @@ def test_several_linear_layers_are_one_product() -> None:
         torch.testing.assert_close(packed(rows), expected)
     assert (packed.in_features, packed.out_features) == (40, 48)
     assert PackedLinear(linears[1]).bias is None
+
+
+@pytest.mark.skipif(torch.backends.quantized.engine not in cpu_layers.FBGEMM, reason="needs FBGEMM")
+@pytest.mark.parametrize("size", [1e-9, 0.05, 1e9])
+def test_weights_of_a_bf16_checkpoint_are_read_in_16_bits_and_lose_nothing(size: float) -> None:
+    source = torch.Generator().manual_seed(0)
+    linear = nn.Linear(384, 72).requires_grad_(False)
+    linear.weight.copy_((torch.randn(72, 384, generator=source) * size).bfloat16())
+    linear.bias.mul_(size)
+    linear.weight[0, :3] = torch.tensor([size * 2**-30, 0.0, -size * 2**-60]).bfloat16()
+    rows = torch.randn(9, 384, generator=source)
+    packed, exact = PackedLinear(linear), (rows.double() @ linear.weight.double().T + linear.bias.double()).float()
+    assert packed.scale is not None
+    assert (packed(rows) - exact).abs().max() <= 2e-6 * exact.abs().max()
+    linear.weight[5, 7] *= 1 + 2**-12  # a weight of 24 bits
+    assert PackedLinear(linear).scale is None
+    linear.weight.zero_()
+    assert torch.equal(PackedLinear(linear)(rows), linear.bias.expand(9, -1))
 
 
 def test_a_norm_of_another_form_is_none() -> None:
