@@ -133,3 +133,27 @@ async def test_pressure_folds_instead_of_preempting():
     _, _, pressure, _ = await answers(config(fold_policy="pressure", **tight), together=True)
     assert off.preemptions > 0
     assert pressure.folds > 0 and pressure.preemptions < off.preemptions
+
+
+def test_eager_folds_into_four_bits_give_the_same_tokens_alone_and_together():
+    """With as many entries as fill the same bytes, and not those of a fold in the model's dtype."""
+    small = {"fold_storage": "int4", "kv_cache_bytes": 400 * page_bytes(8, 2, 16, 64, torch.float32)}
+    alone, spans, stats, results = asyncio.run(answers(config(**small), together=False))
+    busy, others, _, _ = asyncio.run(answers(config(**small), together=True))
+    assert (alone, spans) == (busy, others)
+    assert stats.folds >= 4 and stats.quantised == 0
+    kept = [entries for choices in spans for choice in choices for *_, entries, refused in choice if not refused]
+    assert all(entries > 8 for entries in kept), "six times the entries in the bytes of eight, or the whole span"
+    assert all(r.costs.quantised_tokens == 0 < r.costs.folded_tokens for r in results)
+
+
+def test_short_memory_quantises_before_it_folds_and_forces_nobody_out():
+    pages = page_bytes(8, 2, 16, 64, torch.float32)
+    tight = config(fold_policy="pressure", fold_storage="int4", kv_cache_bytes=30 * pages, enable_prefix_caching=False)
+    _, _, stats, results = asyncio.run(answers(tight, together=True))
+    assert stats.pressure.get("quantise", 0) >= stats.quantised > 0
+    assert stats.preemptions == 0
+    assert sum(r.costs.quantised_tokens for r in results) == stats.quantised_tokens > 0
+    told = [fold for r in results for o in r.outputs for fold in o.folds]
+    assert any(fold.quantised and fold.entries == fold.end - fold.start for fold in told)
+    assert stats.pages_by_class["summary"] == 0

@@ -102,7 +102,7 @@ def compile_kernels() -> None:
     tile = {"GROUP": 3, "BLOCK_M": 16, "BLOCK_N": 32}
     ints = "k_stride v_stride num_tokens num_tiles num_rows layer"
     tables = "*i32 *i32 *i64 *i32 *i32 *fp32 *fp32 fp32"
-    more = "table_width num_lines summary_width layer window raw_splits num_splits with_bias"
+    more = "table_width num_lines summary_width layer window raw_splits num_splits beta"
     compile_kernel(
         store, "*bf16 *bf16 *bf16 *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": False}
     )

@@ -84,8 +84,10 @@ class DeviceModel:
         faults, errors = [], []
         for prepare in work.prepares:
             entries = self._read(prepare.pages)
-            start = prepare.end - len(entries)
-            assert [position for position, _ in entries] == list(range(start, prepare.end)), (
+            start = prepare.end - (len(entries) or len(prepare.blocks[0]) * self.page_size)
+            if prepare.blocks is not None:
+                self._check_whole(prepare.blocks, (start, prepare.end))
+            assert not entries or [position for position, _ in entries] == list(range(start, prepare.end)), (
                 "a span is not in one piece"
             )
             self.prepared[prepare.fold_id] = entries, (start, prepare.end)
@@ -103,6 +105,9 @@ class DeviceModel:
         blocks, lengths = self.tables.get(commit.slot, ([], []))
         blocks = [list(held) for held in blocks] or [[] for _ in growth.counts]
         lengths = list(lengths) or [0] * len(growth.counts)
+        if commit.table is not None:
+            self._replace(commit, span, blocks)
+            return
         assert growth.starts == lengths, "a fold does not start where the slot's summary ends"
         for head, source, target in growth.copies:
             assert blocks[head][-1] == source, "another block is copied than the head's last one"
@@ -116,6 +121,24 @@ class DeviceModel:
                 self.blocks[blocks[head][i // self.page_size], i % self.page_size] = span
             lengths[head] += count
         self.tables[commit.slot] = blocks, lengths
+
+    def _check_whole(self, blocks: list[list[int]], span: tuple[int, int]) -> None:
+        """What was quantised is all there, in each head."""
+        for held in blocks:
+            assert len(held) * self.page_size == span[1] - span[0], "a quantised span has lost entries"
+            assert all(self.blocks[block, i] == span for block in held for i in range(self.page_size))
+
+    def _replace(self, commit, span: tuple[int, int], blocks: list[list[int]]) -> None:
+        """A fold goes where its span stood whole; what stands before and behind it stays."""
+        growth, (after, lengths) = commit.growth, commit.table
+        places = [start // self.page_size for start in growth.starts]
+        length = (span[1] - span[0]) // self.page_size
+        self._check_whole([held[at : at + length] for held, at in zip(blocks, places, strict=True)], span)
+        for held, at, new, now in zip(blocks, places, growth.new_blocks, after, strict=True):
+            assert now == held[:at] + new + held[at + length :], "another summary than planned"
+            self.blocks |= {(block, i): span for block in new for i in range(self.page_size)}
+        assert lengths == [len(held) * self.page_size for held in after]
+        self.tables[commit.slot] = [list(held) for held in after], list(lengths)
 
     def _compute(self, row: BatchRow) -> tuple:
         """Write the row's entries; what it then sees raw, checked against what its branch says it is."""

@@ -73,6 +73,7 @@ class TokenFunction:
         self.fold_error = 0.0
         self.spans: dict[int, list[int | None]] = {}  # prepared fold: the tokens of its span
         self.summaries: dict[int, list[int]] = {}  # slot: entries by head
+        self.replaced: dict[int, list[list[int]]] = {}  # prepared fold: the blocks by head in whose place it goes
         self.page_size = 4
         self.contexts: list[list[int]] = []
 
@@ -85,6 +86,7 @@ class TokenFunction:
         self._move(memory.swap_in, self.host, self.contents)
         self.summaries |= {slot: lengths for slot, _, lengths in (*memory.adopted, *memory.summaries)}
         self.spans |= {p.fold_id: self._read(p.pages) for p in memory.prepares}
+        self.replaced |= {p.fold_id: p.blocks for p in memory.prepares if p.blocks is not None}
         tokens: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for row in plan.rows:
@@ -109,14 +111,22 @@ class TokenFunction:
         """Commits find their span as it was prepared and the slot's summary as long as they say."""
         for fold_id in memory.dropped:
             del self.spans[fold_id]
+            self.replaced.pop(fold_id, None)
         for commit in memory.commits:
             growth = commit.growth
             assert self._read(commit.pages) == self.spans.pop(commit.fold_id), (
                 "a span has changed since it was prepared"
             )
             lengths = self.summaries.get(commit.slot) or [0] * len(growth.starts)
-            assert growth.starts == lengths, "a fold does not start where the slot's summary ends"
-            self.summaries[commit.slot] = [a + b for a, b in zip(growth.starts, growth.counts, strict=True)]
+            gone = self.replaced.pop(commit.fold_id, None)
+            if gone is None:
+                assert growth.starts == lengths and commit.table is None, "a fold starts where the slot's summary ends"
+                self.summaries[commit.slot] = [a + b for a, b in zip(growth.starts, growth.counts, strict=True)]
+                continue
+            assert commit.table is not None
+            parts = zip(lengths, gone, growth.counts, commit.table[1], strict=True)
+            assert all(old - len(blocks) * self.page_size + new == now for old, blocks, new, now in parts)
+            self.summaries[commit.slot] = commit.table[1]
 
     def _read(self, pages: list[int]) -> list[int | None]:
         return [self.contents.get((page, offset)) for page in pages for offset in range(self.page_size)]

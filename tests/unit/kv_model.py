@@ -33,13 +33,15 @@ class Model:
     slot: tuple[list[list[int]], list[int]] = field(default_factory=lambda: ([[] for _ in range(HEADS)], [0] * HEADS))
     written: int = 0  # leading raw entries that finished steps have written
     offloaded: list[Marker] = field(default_factory=list)
+    parts: list[tuple[bool, list[int]]] = field(default_factory=list)  # of the summary: kept whole, entries by head
 
 
 @dataclass
 class Commit:
     model: Model
-    sources: list[list[tuple[int, int]]]  # by head: (page, offset) of each entry to keep
+    sources: list[list[tuple[int, int]]]  # by head: (block, offset) of each entry to keep
     growth: SummaryGrowth
+    table: tuple[list[list[int]], list[int]] | None = None  # the whole tables after it, if it replaced something
 
 
 @dataclass
@@ -121,6 +123,7 @@ class Machine:
         child = Model(PageTable(), model.namespace, model.prompt, model.raw[:entries])
         child.written = min(model.written, entries)
         child.summary = [list(markers) for markers in model.summary]
+        child.parts = model.parts
         self.kv.fork(model.table, child.table, entries)
         child.slot = (child.table.summary.blocks or [[]] * HEADS, child.table.summary.lengths or [0] * HEADS)
         self.models.append(child)
@@ -134,9 +137,14 @@ class Machine:
         model, first, count = found
         markers = model.raw[first * SIZE : (first + count) * SIZE]
         pages = model.table.pages[first : first + count]
+        full, whole = self.page_blocks > HEADS, self.page_blocks > HEADS and self.rng.random() < 0.5
         counts = [self.rng.randint(0, len(markers)) for _ in range(HEADS)]
+        if full:
+            counts = [count // SIZE * SIZE for count in counts]
         if self.rng.random() < 0.3:
             counts = [0] * HEADS
+        if whole:
+            counts = [len(markers)] * HEADS
         chosen = [sorted(self.rng.sample(range(len(markers)), n)) for n in counts]
         free, before = self.kv.num_available, self.state(model)
         growth = self.new_pages(lambda: self.kv.fold(model.table, first, count, counts))
@@ -144,7 +152,9 @@ class Machine:
             assert self.state(model) == before, "a fold that failed has changed something"
             self.done["fold refused"] += 1
             return
-        sources = [[(pages[i // SIZE], i % SIZE) for i in kept] for kept in chosen]
+        first_block = [[page * self.page_blocks + head for page in pages] for head in range(HEADS)]
+        sources = [[(mine[i // SIZE], i % SIZE) for i in kept] for mine, kept in zip(first_block, chosen, strict=True)]
+        model.parts = [*model.parts, (whole, counts)]
         self.plan.commits.append(Commit(model, sources, growth))
         for head, kept in enumerate(chosen):
             model.summary[head] += [markers[i] for i in kept]
@@ -152,6 +162,33 @@ class Machine:
         self.done["fold"] += 1
         self.done["fold without a free page"] += free == 0 and any(counts)
         self.done["block copy"] += len(growth.copies)
+
+    def refold(self) -> None:
+        """Fold what was kept whole, somewhere in the summary, to fewer full blocks."""
+        model = self.pick(on_device=True)
+        known = [i for i, (whole, _) in enumerate(model.parts) if whole] if model else []
+        if model is None or not known:
+            return
+        at = self.rng.choice(known)
+        before = [sum(counts[head] for _, counts in model.parts[:at]) for head in range(HEADS)]
+        length = model.parts[at][1][0]
+        counts = [self.rng.randrange(length // SIZE + 1) * SIZE for _ in range(HEADS)]
+        chosen = [sorted(self.rng.sample(range(length), n)) for n in counts]
+        blocks = [held[n // SIZE :] for held, n in zip(model.table.summary.blocks, before, strict=True)]
+        places, old = [n // SIZE for n in before], self.state(model)
+        growth = self.new_pages(lambda: self.kv.refold(model.table, places, length // SIZE, counts))
+        if growth is None:
+            assert self.state(model) == old, "a fold that failed has changed something"
+            self.done["refold refused"] += 1
+            return
+        sources = [[(held[i // SIZE], i % SIZE) for i in kept] for held, kept in zip(blocks, chosen, strict=True)]
+        table = (model.table.summary.blocks, model.table.summary.lengths)
+        self.plan.commits.append(Commit(model, sources, growth, table))
+        for head, (start, kept) in enumerate(zip(before, chosen, strict=True)):
+            markers = model.summary[head]
+            markers[start : start + length] = [markers[start + i] for i in kept]
+        model.parts = [*model.parts[:at], (False, counts), *model.parts[at + 1 :]]
+        self.done["refold"] += 1
 
     def drop(self) -> None:
         if found := self.span():
@@ -274,19 +311,26 @@ class Machine:
     def commit(self, step: Step, commit: Commit) -> None:
         growth, (blocks, lengths) = commit.growth, commit.model.slot
         blocks = [list(b) for b in blocks]
-        assert lengths == growth.starts, "a fold does not start where the slot's summary ends"
+        if commit.table is None:
+            assert lengths == growth.starts, "a fold does not start where the slot's summary ends"
         for head, source, target in growth.copies:
             self.copy(self.device, [source], self.device, [target])
             assert blocks[head][growth.starts[head] // SIZE] == source
             blocks[head][growth.starts[head] // SIZE] = target
             step.used |= {source, target}
+        if commit.table is None:
+            blocks = [held + new for held, new in zip(blocks, growth.new_blocks, strict=True)]
+            lengths = [s + c for s, c in zip(lengths, growth.counts, strict=True)]
+        else:
+            blocks, lengths = commit.table
         for head, kept in enumerate(commit.sources):
             assert len(kept) == growth.counts[head]
-            blocks[head] += growth.new_blocks[head]
-            for i, (page, offset) in enumerate(kept, growth.starts[head]):
-                self.device[blocks[head][i // SIZE]][i % SIZE] = self.device[page * self.page_blocks + head][offset]
-                step.used |= {page * self.page_blocks + head, blocks[head][i // SIZE]}
-        commit.model.slot = (blocks, [s + c for s, c in zip(lengths, growth.counts, strict=True)])
+            entries = [self.device[block][offset] for block, offset in kept]
+            for i, entry in enumerate(entries, growth.starts[head]):
+                self.device[blocks[head][i // SIZE]][i % SIZE] = entry
+                step.used.add(blocks[head][i // SIZE])
+            step.used |= {block for block, _ in kept}
+        commit.model.slot = (blocks, lengths)
 
     def copy(self, source: Memory, froms, target: Memory, tos) -> None:
         for a, b in zip(froms, tos, strict=True):

@@ -268,7 +268,7 @@ async def test_ask_shows_thinking_answer_and_costs(out: io.StringIO, ansi: bool)
     assert ("\x1b[" in text) == ansi
     assert text.index("w") < text.index("A") < text.index("thinking (ended: natural, ")
     folded = "[fold: segment 0, 48 tokens → 16 entries, 2 pages freed, estimated error 0.125]"
-    refused = "[fold refused: segment 0, 16 tokens stay raw]"
+    refused = "[fold refused: segment 0, 16 tokens stay as they are]"
     assert text.index("w") < text.index(f"\n{ask.DIM if ansi else ''}{folded}") < text.index(refused) < text.index("A")
     assert "thinking (ended: natural, 48 folded)" in text
     assert text.count("\n") >= 3 and text.endswith("s\n" if not ansi else "s\x1b[0m\n")

@@ -305,3 +305,53 @@ def test_a_span_leaves_only_behind_every_window(policy, at_answer):
             left.setdefault(start, position)
     assert all(position >= ends[start] + window for start, position in left.items())
     assert bool(left) == (policy is not FoldMode.OFF or at_answer is not AtAnswer.KEEP)
+
+
+def quantised(made, span, position, lengths):
+    made.prepare(span, position, pressed=True, to_whole=True)
+    span.error = 0.01
+    made.remove(span, lengths)
+
+
+def test_a_quantised_span_has_left_the_raw_table_and_may_be_folded_once():
+    made = planner(FoldMode.PRESSURE)
+    made.observe([11, 25, 40], None)
+    first, second, third = made.spans
+    for number, span in enumerate((second, first, third), 1):
+        quantised(made, span, 80, [12 * number] * 2)
+    assert made.quantised == made.folded == [(8, 16), (16, 28), (28, 44)] and made.spans == []
+    assert pressed(made, 80) is None, "nothing raw is left"
+    assert made.under_pressure(80, pages, whole=True) == (True, 4, third)
+    assert made.entries_before(second) == [] and made.entries_before(third) == [24, 24]
+    made.prepare(first, 80, pressed=True)
+    first.error = 0.1
+    made.remove(first, [28, 30])
+    assert made.quantised == [(16, 28), (28, 44)] and made.folded_tokens == 36
+    assert made.entries_before(third) == [16, 18], "what stands behind it has moved up"
+    made.prepare(third, 80, pressed=True)
+    third.error = 0.9
+    made.give_up(third)
+    assert made.quantised == [(16, 28), (28, 44)], "a refused fold leaves it as it was"
+    assert made.under_pressure(80, pages, whole=True)[2] is second
+    assert made.under_pressure(80, pages, whole=True, force=True)[2] is third
+    made.prepare(second, 80, pressed=True)
+    made.withdraw(second)
+    assert second.state is SpanState.QUANTISED and made.under_pressure(80, pages, whole=True)[2] is second
+    made.hold(20)
+    assert made.under_pressure(80, pages, whole=True) is None, "a handle keeps what begins before it"
+
+
+def test_a_fork_knows_what_is_quantised_and_where_it_stands():
+    made = planner(FoldMode.PRESSURE)
+    made.observe([11, 25, 40], None)
+    first, second, _ = made.spans
+    quantised(made, first, 80, [8, 8])
+    quantised(made, second, 80, [20, 20])
+    made.prepare(second, 80, pressed=True)  # being judged, it is quantised still
+    child = made.fork(70, [11, 25, 40], None)
+    assert child.quantised == [(8, 16), (16, 28)] and child.folded == made.folded
+    copy = child.under_pressure(80, pages, whole=True)[2]
+    assert (copy.start, copy.ends) == (second.start, second.ends) and child.entries_before(copy) == [8, 8]
+    assert child.cut(28) == [20, 20] and child.cut(16) == [8, 8]
+    early = made.fork(16, [11], None)
+    assert early.quantised == [(8, 16)]

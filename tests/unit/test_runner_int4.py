@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from fold_branch import Branch, Places, feed, fold, step
 from test_runner_folds import branch, build, last, swap
 
 from thinkfold.attention import int4
-from thinkfold.scheduler.output import MemoryWork, StepResult
+from thinkfold.kv.summary import SummaryGrowth
+from thinkfold.scheduler.output import FoldCommit, FoldPrepare, MemoryWork, StepResult
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,58 @@ def test_everything_in_four_bits_is_close_to_everything(folder: Path) -> None:
     results, expected = done | feed(one, 40, lambda: 1), feed(other, 168, lambda: 1)
     assert one.summary.lengths == [64] * 4 and 0.0 < error < 0.1
     assert 0.0 < gap(results, expected) < 0.5
+
+
+def kept_whole(one: Branch, first: int, pages: int) -> dict[int, StepResult]:
+    """Quantise a span; in raw form keep all of it and round it by hand."""
+    size, before = one.places.page_size, list(one.summary.lengths) or [0] * 4
+    prepared = replace(one.prepare(first, pages, "snap", pages * size), whole=one.runner.budgets.page_blocks > 0)
+    done = feed(one, 5, memory=MemoryWork(prepares=[prepared]))
+    step(one.runner, [], MemoryWork(commits=[one.commit(prepared, first)]))
+    assert one.summary.lengths == [n + pages * size for n in before]
+    if not one.runner.budgets.page_blocks:
+        round_summary(one, before)
+    return done
+
+
+def test_a_quantised_span_is_folded_where_it_stands(folder: Path) -> None:
+    """The middle one of three: what is read back is judged and chosen from, the others stay as they are."""
+    size, at, length = 8, 3, 4
+    packed, plain = build(folder, fold_storage="int4"), build(folder)
+    counts = packed.budgets.counts(4, length * size, size)
+    assert set(counts) == {2 * size}
+    indices, results = torch.zeros(0), []
+    for runner in (packed, plain):
+        one = branch(runner, places=runner is packed)
+        one.places.page_blocks = packed.budgets.page_blocks if runner is packed else 4
+        seen = feed(one, 12 * size)
+        for first, pages in ((1, at), (1, length), (2, 2)):
+            seen |= kept_whole(one, first, pages)
+        old = [held[at : at + length] for held in one.summary.blocks]
+        new = [[one.places.block() for _ in range(2)] for _ in old]
+        one.summary.blocks = [b[:at] + n + b[at + length :] for b, n in zip(one.summary.blocks, new, strict=True)]
+        one.summary.lengths = [len(held) * size for held in one.summary.blocks]
+        table = (one.summary.blocks, one.summary.lengths)
+        if runner is packed:
+            prepare = FoldPrepare(77, 0, [], 8 * size, (length * size,), "conclusion_attention", 4, blocks=old)
+            done = step(runner, [one.row(1)], MemoryWork(prepares=[prepare]))
+            assert 0.0 < done.fold_errors[0][1] < 1.0
+            indices = runner._memory._folder._prepared[77].summary.indices[0].flatten(0, 1)
+            growth = SummaryGrowth(counts, [at * size] * 4, new)
+            done = step(runner, [one.row(1)], MemoryWork(commits=[FoldCommit(77, 0, [], growth, table)]))
+            assert not done.fold_faults
+        else:
+            step(runner, [one.row(1)])
+            storage, places = runner._memory.storage, torch.arange(size)
+            for held, fresh, chosen in zip(old, new, indices, strict=True):
+                ids = (torch.tensor(held).unsqueeze(-1) * size + places).flatten()[chosen]
+                stored = storage.read(ids)
+                rounded = int4.rounded(stored.keys, stored.values, size)
+                targets = (torch.tensor(fresh).unsqueeze(-1) * size + places).flatten()
+                storage.write(targets, storage.encode(*rounded))
+            step(runner, [one.row(1)], MemoryWork(adopted=[(0, *table)]))
+        results.append(seen | feed(one, 24, lambda: 1))
+    assert gap(*results) <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["model", "fp8_e4m3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 
@@ -76,12 +77,14 @@ def thinker(number, length, *, answer=0, prompt=range(5), policy=FoldMode.EAGER,
     return Branch(request, 0, number, steering, list(request.prompt_token_ids), folding=planner)
 
 
-def make(num_pages=400, *, host_pages=0, seqs=8, budget=64):
+def make(num_pages=400, *, host_pages=0, seqs=8, budget=64, page_blocks=0):
+    """With `page_blocks` summaries are kept in fewer bits."""
     kv = KVManager(
         num_pages,
         PAGE,
         enable_prefix_caching=True,
         num_heads=HEADS,
+        page_blocks=page_blocks,
         reserve_pages=2,
         host_pages=host_pages,
     )
@@ -156,6 +159,66 @@ def test_pressure_folds_instead_of_preempting(depth):
     assert folded.pressure["fold"] == folded.folds.totals["folds"] > 0
     told = [(branch.order, fold.start) for branch, fold in folded.folds.done]
     assert len(told) == len(set(told)) == folded.folds.totals["folds"], "each fold is told once, in whatever order"
+
+
+QUANTISED = 3 * HEADS  # blocks of a page
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pressure_quantises_before_it_folds(depth):
+    """Each span is quantised first and folded later, if at all; folded at once only where even that finds no room."""
+    folded, counts = {}, {}
+    for pages in (56, 36):
+        scheduler = make(pages, seqs=5, page_blocks=QUANTISED)
+        branches = [thinker(i, n, policy=FoldMode.PRESSURE) for i, n in enumerate(LENGTHS)]
+        _, runner = run(scheduler, branches, depth=depth)
+        totals, told = scheduler.folds.totals, {}
+        for branch, fold in scheduler.folds.done:
+            assert not fold.refused
+            told.setdefault((branch.order, fold.start), []).append(fold)
+        kinds = [[fold.quantised for fold in news] for news in told.values()]
+        assert all(kind in ([True], [True, False], [False]) for kind in kinds)
+        assert kinds.count([False]) <= (2 if pages == 36 else 0)
+        for fold in itertools.chain.from_iterable(told.values()):
+            assert fold.entries == (fold.end - fold.start if fold.quantised else NUMBERS.entries)
+        assert runner.did["commits"] == totals["quantised"] + totals["folds"]
+        folded[pages], counts[pages] = totals["folds"], dict(scheduler.pressure)
+        assert scheduler.pressure["quantise"] >= totals["quantised"] > 0
+        assert scheduler.pressure["fold"] >= totals["folds"]
+    assert folded[56] == 0 < folded[36] and "preempt" not in counts[56]
+
+
+def test_a_quantised_span_that_the_gate_would_not_fold_stays_so_and_is_not_asked_again():
+    class Strict(Reader):
+        def launch(self, plan):
+            result = super().launch(plan)
+            bad = {p.fold_id for p in plan.memory.prepares if not p.whole}
+            result.fold_errors = [(i, 0.5 if i in bad else 0.01) for i, _ in result.fold_errors]
+            return result
+
+    scheduler = make(36, seqs=5, page_blocks=QUANTISED)
+    branches = [thinker(i, n, policy=FoldMode.PRESSURE, gate=0.2) for i, n in enumerate(LENGTHS)]
+    run(scheduler, branches, runner=Strict())
+    totals = scheduler.folds.totals
+    assert totals["quantised"] > 0 and totals["folds"] == scheduler.pressure["fold_forced"] and totals["refused"] > 0
+    told = [(branch.order, fold.start, fold.refused) for branch, fold in scheduler.folds.done]
+    assert len(told) == len(set(told))
+
+
+def test_where_there_is_no_room_to_quantise_a_span_is_folded_at_once():
+    scheduler = make(14, seqs=1, page_blocks=QUANTISED)
+    scheduler.folds._kv.has_room = lambda counts: False
+    branch = thinker(0, 80, policy=FoldMode.PRESSURE)
+    run(scheduler, [branch])
+    assert scheduler.folds.totals["folds"] > 0 == scheduler.folds.totals["quantised"]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_eager_branch_folds_raw_spans_whatever_their_storage(depth):
+    scheduler = make(page_blocks=QUANTISED)
+    outputs, _ = run(scheduler, [thinker(i, n) for i, n in enumerate(LENGTHS)], depth=depth)
+    assert outputs == {i: alone(i, n) for i, n in enumerate(LENGTHS)}
+    assert scheduler.folds.totals["quantised"] == 0 < scheduler.folds.totals["folds"]
 
 
 def test_folds_out_of_order_are_each_told():
@@ -265,11 +328,12 @@ def alone_with_host(branch, at_answer, policy):
     return outputs[branch.order]
 
 
+@pytest.mark.parametrize("page_blocks", [0, QUANTISED])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_aborts_at_any_moment_return_everything(depth):
+def test_aborts_at_any_moment_return_everything(depth, page_blocks):
     rng = random.Random(depth)
     for trial in range(60):
-        scheduler, runner = make(30, host_pages=rng.choice([0, 20])), Reader()
+        scheduler, runner = make(30, host_pages=rng.choice([0, 20]), page_blocks=page_blocks), Reader()
         branches = [thinker(i, n, policy=rng.choice(list(FoldMode))) for i, n in enumerate(LENGTHS)]
         for branch in branches:
             scheduler.add([branch])

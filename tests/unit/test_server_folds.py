@@ -26,9 +26,9 @@ TOLD = {
 }
 FOLDS = [
     {"choice": 0, "id": 0, "segment": 0, "start": 0, "end": 144, "entries": 32.0, "pages_freed": 7, "error": 0.125,
-     "refused": False},
+     "refused": False, "quantised": False},
     {"choice": 0, "id": 1, "segment": 1, "start": 144, "end": 320, "entries": 0.0, "pages_freed": 0, "error": None,
-     "refused": True},
+     "refused": True, "quantised": False},
 ]  # fmt: skip
 
 
@@ -107,7 +107,7 @@ async def test_costs_stand_in_usage() -> None:
         whole = (await chat(client)).json()["usage"]
         chunks = events(await chat(client, stream=True, stream_options={"include_usage": True}))
     spent = whole["thinkfold"]
-    assert set(spent) == {"tokens", "kv", "time", "folds", "folds_refused", "folded_tokens"}
+    assert set(spent) == {"tokens", "kv", "time", "folds", "folds_refused", "folded_tokens", "quantised_tokens"}
     assert (spent["folds"], spent["folds_refused"], spent["folded_tokens"]) == (3, 1, 48)
     assert spent["tokens"]["prompt"] == whole["prompt_tokens"] and spent["tokens"]["cached"] == 2
     assert set(spent["kv"]) == {"byte_seconds", "peak_entries", "swapped_bytes", "preemptions"}
@@ -133,6 +133,9 @@ def test_a_segment_is_folded_when_most_of_it_is() -> None:
     states = [s["state"] for s in segment_states(0, segments, folds)]
     assert states == ["folded", "folded", "folded", "folded", "closed"]
     assert [s["state"] for s in segment_states(0, segments, folds[:2])] == ["folded", "raw", *["closed"] * 3]
+    whole = [Fold(i, start, start + 96, 96, 3, 0.01, quantised=True) for i, start in ((3, 0), (4, 300))]
+    states = [s["state"] for s in segment_states(0, segments, [*whole, *folds[:2]])]
+    assert states == ["folded", "raw", "closed", "quantised", "closed"], "a fold follows, and is what counts"
     assert segment_states(0, [], folds) == []
 
 

@@ -64,9 +64,12 @@ ORDERS = {  # how often each is given, beside the steps
 
 
 class Stress:
-    """A core of random size and the orders that it has been given. `run`, then `close`."""
+    """A core of random size and the orders that it has been given. `run`, then `close`.
 
-    def __init__(self, seed: int) -> None:
+    With more `page_blocks` than heads summaries are kept in fewer bits.
+    """
+
+    def __init__(self, seed: int, page_blocks: int = HEADS) -> None:
         self.rng = rng = Random(seed)
         depth, pages = rng.choice([0, 1]), rng.choice([14, 20, 30, 60])
         caching, host = rng.random() < 0.7, rng.choice([0, 10, 100])
@@ -75,14 +78,17 @@ class Stress:
             PAGE,
             enable_prefix_caching=caching,
             num_heads=HEADS,
+            page_blocks=page_blocks,
             reserve_pages=rng.choice([0, 2]),
             host_pages=host,
         )
+        size = PAGE if page_blocks > HEADS else 1
+        whole = lambda entries: -(-entries // size) * size  # noqa: E731
         self.scheduler = Scheduler(
             kv,
             max_num_seqs=rng.choice([2, 4, 8]),
             max_num_batched_tokens=rng.choice([8, 16, 64]),
-            fold_counts=lambda entries, tokens: [min(entries, tokens)] * HEADS,
+            fold_counts=lambda entries, tokens: [min(whole(entries), tokens)] * HEADS,
             admission=Admission(kv.capacity * PAGE, PAGE) if rng.random() < 0.5 else None,
         )
         self.words = [*ids("one two three four five six seven eight"), *ids(".") * 2, *ids("\n\n") * 2]
@@ -364,8 +370,9 @@ class Stress:
 SEEDS = (3, 5, 13, 38, 43, 51, 58, 61, 230, 255, 261, 355, 422, 476, 1010, 1122)
 
 
+@pytest.mark.parametrize("page_blocks", [HEADS, 3 * HEADS])
 @pytest.mark.parametrize("seed", [*range(3), *SEEDS])
-def test_random_orders_leave_every_entry_in_its_place_and_nothing_behind(seed):
-    stress = Stress(seed)
+def test_random_orders_leave_every_entry_in_its_place_and_nothing_behind(seed, page_blocks):
+    stress = Stress(seed, page_blocks)
     stress.run(150)
     stress.close()

@@ -76,6 +76,14 @@ def _raw(
 
 
 @triton.jit
+def _line(rows, lens, tables, row, first, head, width):
+    """The table of a head's summaries and how many entries it has; the row's line counts from line `first` on."""
+    line = tl.load(rows + row)
+    at = (first + line) * tl.num_programs(1) + head  # before the table for line -1
+    return tables + at * width, tl.load(lens + at, mask=line >= 0, other=0)
+
+
+@triton.jit
 def _summary(table, length, seen, part, parts, BLOCK_N: tl.constexpr):
     """The span of one part of a head's summaries, which all queries see; `table` holds head blocks."""
     low, high = _share(0, length, part, parts, BLOCK_N)
@@ -94,7 +102,7 @@ def _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM: tl.constex
 
 
 @triton.jit(
-    do_not_specialize=[*_OF_A_STEP, "layer", "window", "with_bias"],
+    do_not_specialize=[*_OF_A_STEP, "layer", "window", "beta"],
     do_not_specialize_on_alignment=["page_table", "summary_rows", "summary_table", "summary_lens"],
 )
 def attend_splits(
@@ -117,7 +125,7 @@ def attend_splits(
     window,
     raw_splits,
     num_splits,
-    with_bias,
+    beta,
     NUM_LAYERS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -133,7 +141,7 @@ def attend_splits(
     """Tile, KV head and split of the grid `[tiles, Hkv, splits]`: the first `raw_splits` read raw entries.
 
     Writes out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's
-    tokens. `scale` is to base 2, `window` 0 is none. `INT4`: a value's groups if summaries lie in int4 blocks, else 0.
+    tokens. `scale` is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * 4
     head = tl.program_id(1)
@@ -147,14 +155,13 @@ def attend_splits(
         span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
         parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False)
     else:
-        at = (layer * num_lines + tl.load(summary_rows + row)) * NUM_HEADS + head  # before the table for line -1
-        length = tl.load(summary_lens + at, mask=tl.load(summary_rows + row) >= 0, other=0)
-        table = summary_table + at * summary_width
+        table, length = _line(summary_rows, summary_lens, summary_table, row, layer * num_lines, head, summary_width)
         span = _summary(table, length, seen, split - raw_splits, num_splits - raw_splits, BLOCK_N)
         if INT4 > 0:
             heads: tl.constexpr = NUM_LAYERS * NUM_HEADS
             parts = attend_int4(queries, span, kv, scale, heads, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
         else:
-            b = with_bias
-            parts = attend(queries, span, kv, kv_scales, bias, scale, b, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, True)
+            parts = attend(
+                queries, span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, True
+            )
     _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)

@@ -121,7 +121,9 @@ def _fold_line(fold: Mapping[str, Any]) -> str:
     segment = "" if fold["segment"] is None else f"segment {fold['segment']}, "
     error = "" if fold["error"] is None else f", estimated error {fold['error']:.3f}"
     if fold["refused"]:
-        return f"[fold refused: {segment}{tokens} tokens stay raw{error}]"
+        return f"[fold refused: {segment}{tokens} tokens stay as they are{error}]"
+    if fold.get("quantised"):
+        return f"[quantised: {segment}{tokens} tokens kept in 4 bits, {fold['pages_freed']} pages freed{error}]"
     return f"[fold: {segment}{tokens} tokens → {fold['entries']:.0f} entries, {fold['pages_freed']} pages freed{error}]"
 
 
@@ -135,7 +137,8 @@ def _cost_line(piece: Piece) -> str:
     count, kv = costs["tokens"], costs["kv"]
     tokens = f"{count['prompt']} prompt ({count['cached']} cached)"
     notes = [f"ended: {piece.thinking_end}"] if piece.thinking_end else []
-    notes += [f"{costs['folded_tokens']} folded"] if costs["folds"] else []
+    compacted = ((costs.get(f"{kind}_tokens"), kind) for kind in ("folded", "quantised"))
+    notes += [f"{tokens} {kind}" for tokens, kind in compacted if tokens]
     thinking = f"{count['thinking']} thinking" + (f" ({', '.join(notes)})" if notes else "")
     return (
         f"{tokens} + {thinking} + {count['answer']} answer tokens, "

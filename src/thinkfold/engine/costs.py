@@ -55,9 +55,11 @@ class CostMeter:
             costs.answer_s += seconds
 
     def count_fold(self, fold: Fold) -> None:
-        """A span of thinking was folded, or its fold refused."""
+        """A span of thinking was folded or quantised, or that was refused."""
         if fold.refused:
             self.costs.folds_refused += 1
+        elif fold.quantised:
+            self.costs.quantised_tokens += fold.end - fold.start
         else:
             self.costs.folds += 1
             self.costs.folded_tokens += fold.end - fold.start

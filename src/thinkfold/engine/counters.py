@@ -22,6 +22,8 @@ def counters(scheduler: Scheduler) -> dict[str, Any]:
         "folds": scheduler.folds.totals["folds"],
         "folds_refused": scheduler.folds.totals["refused"],
         "folded_tokens": scheduler.folds.totals["folded_tokens"],
+        "quantised": scheduler.folds.totals["quantised"],
+        "quantised_tokens": scheduler.folds.totals["quantised_tokens"],
         "prefix_queried_tokens": scheduler.prefix_queried_tokens,
         "prefix_hit_tokens": scheduler.prefix_hit_tokens,
     }

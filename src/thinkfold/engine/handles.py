@@ -141,7 +141,7 @@ def position_of(branch: Branch, at: int | None) -> int:
 def state_hash(branch: Branch) -> str:
     """SHA-256 of all that decides how a branch goes on: its tokens, folds, parameters and random numbers."""
     request = branch.request
-    folded = branch.folding.folded if branch.folding is not None else []
+    folded = [branch.folding.folded, branch.folding.quantised] if branch.folding is not None else []
     policies = [asdict(request.thinking), asdict(request.fold)]
     parameters = [asdict(replace(request.sampling, n=1)), *policies, branch.random_stream]
     text = repr((branch.num_prompt_tokens, branch.token_ids, folded, parameters))

@@ -82,6 +82,8 @@ class EngineStats:
     folds: int = 0
     folds_refused: int = 0
     folded_tokens: int = 0
+    quantised: int = 0
+    quantised_tokens: int = 0
     swaps: int = 0
     swapped_bytes: int = 0
     recomputed_tokens: int = 0

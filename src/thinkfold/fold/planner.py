@@ -29,7 +29,7 @@ class FoldPlanner:
         self._eager = policy.policy is FoldMode.EAGER
         # no span may be due before its end is known
         self._known_after = 0 if policy.delimiter_regex is None else DELIMITER_LAG + COMMIT_LAG
-        self.told: set[tuple[int, bool]] = set()  # (start, refused) of what is known outside; survives a restart
+        self.told: set[tuple[int, bool, bool]] = set()  # (start, refused, quantised) known outside; survives a restart
         self._book = SpanBook()
         self.restart()
 
@@ -37,13 +37,13 @@ class FoldPlanner:
         """The planner of a branch that shares the first `position` tokens, in which those ends were found."""
         child = FoldPlanner(self.policy, self._page_size, self.num_prompt_tokens, self._window)
         child.numbers = self.numbers
-        child.told = {(start, refused) for start, refused in self.told if start < position}
+        child.told = {known for known in self.told if known[0] < position}
         child.observe(segment_ends, answer_start)
-        known = {span.start: span for span in child.spans}
+        known, whole = {span.start: span for span in child.spans}, {s.start: s.ends for s in self._book.all_whole()}
         for start, end in self.folded:
             if end <= position:  # its segment may end behind the position: then it is not closed there
-                span = known.pop(start, None) or child._book.close(Span(start, end, end))
-                child._book.fold(span)
+                span = known.pop(start, None) or child._book.close(Span(start, end, end, whole.get(start, ())))
+                (child._book.quantise if start in whole else child._book.fold)(span)
                 child._next_start = max(child._next_start, end)
         child._ends = [end for end in child._ends if end > child._next_start]
         for span in self._book.refused:
@@ -68,13 +68,18 @@ class FoldPlanner:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans that are not folded, by position."""
+        """All spans that are raw, by position."""
         return self._book.all()
 
     @property
     def folded(self) -> list[tuple[int, int]]:
-        """`[start, end)` of folded spans, by position."""
+        """`[start, end)` of spans that have left the raw table, by position."""
         return self._book.folded
+
+    @property
+    def quantised(self) -> list[tuple[int, int]]:
+        """Those of them that are kept whole in fewer bits, by position."""
+        return [(span.start, span.end) for span in self._book.all_whole()]
 
     @property
     def folded_tokens(self) -> int:
@@ -120,8 +125,12 @@ class FoldPlanner:
             events.append(self._offloads_at)
         return min(events, default=None)
 
-    def under_pressure(self, position: int, worth: Worth, *, force: bool = False) -> tuple[bool, int, Span] | None:
+    def under_pressure(
+        self, position: int, worth: Worth, *, force: bool = False, whole: bool = False
+    ) -> tuple[bool, int, Span] | None:
         """The span to fold now to win memory, by (it has been due, `worth`); never the last segment under an answer.
+
+        With `whole` one of those that are quantised, else a raw one.
 
         An eager branch folds at its own positions and nowhere else, or its tokens would depend on who runs beside it.
         `force` breaks that promise, and offers again, once, what the gate has refused: a bad fold beats a lost
@@ -133,9 +142,12 @@ class FoldPlanner:
         gives = self.answering and self.policy.at_answer is not AtAnswer.KEEP
         end = self._end_of_leaving(position) if gives else position - self.numbers.keep_raw_tokens
         book = self._book
-        if not force:
+        if not force and not whole:
             return book.most_worth(position, book.num_closed(end), worth)
-        spans = (s for s in book.all() if s.end <= end and s.state is not SpanState.PREPARED and not s.forced)
+        known = book.all() if not whole else [s for s in book.quantised if s.start >= book.hold_before]
+        spans = (s for s in known if s.end <= end and s.state is not SpanState.PREPARED and not s.forced)
+        if not force:
+            spans = (span for span in spans if span.error is None)  # else the gate has refused it
         ranked = [(s.due <= position, pages, s) for s in spans if (pages := worth(s)) > 0]
         return max(ranked, key=lambda entry: entry[:2], default=None)
 
@@ -166,25 +178,48 @@ class FoldPlanner:
         for span in self._book.closed[: self._book.num_closed(self._end_of_leaving(position))]:
             self._book.refuse(span)
 
-    def prepare(self, span: Span, position: int, *, pressed: bool = False) -> None:
-        """`span` is being judged by the step that computes `position` next."""
+    def prepare(self, span: Span, position: int, *, pressed: bool = False, to_whole: bool = False) -> None:
+        """`span` is being judged by the step that computes `position` next; `to_whole`: it is to be quantised."""
         self._book.prepare(span)
-        span.error, span.pressed = None, pressed
+        span.error, span.pressed, span.to_whole = None, pressed, to_whole
         span.commit_at = position if pressed else span.due + COMMIT_LAG
 
     def withdraw(self, span: Span) -> None:
         """The judged span's estimate is void: it may be judged again."""
         self._book.reopen(span)
-        span.error, span.pressed, span.forced = None, False, False
+        span.error, span.pressed, span.forced, span.to_whole = None, False, False, False
 
     def give_up(self, span: Span) -> None:
-        """The judged span stays raw."""
+        """The judged span stays as it is."""
         self._book.refuse(span)
 
     def remove(self, span: Span, lengths: list[int] | None = None) -> None:
-        """The span is folded; its pages have left the raw table. `lengths` are all summary entries by head now."""
-        self._book.fold(span)
-        self._taken.append((span.start, span.end, lengths or []))
+        """The span is folded, or quantised if it was prepared for that. `lengths` are all summary entries by head now.
+
+        What was quantised is folded in its place: the entries of later spans stand behind it as before.
+        """
+        lengths, whole = lengths or [], span.whole
+        if span.to_whole:
+            self._book.quantise(span)
+            span.error, span.pressed, span.forced, span.to_whole = None, False, False, False
+        else:
+            self._book.fold(span)
+        if not whole:
+            self._taken.append((span.start, span.end, lengths))
+            return
+        change = [now - before for now, before in zip(lengths, self._taken[-1][2], strict=True)]
+        at = self._index(span)
+        for i, (start, end, known) in enumerate(self._taken[at:], at):
+            self._taken[i] = start, end, [n + more for n, more in zip(known, change, strict=True)]
+
+    def entries_before(self, span: Span) -> list[int]:
+        """Entries by head of the summary that stand before those of a quantised span; empty for none."""
+        at = self._index(span)
+        return self._taken[at - 1][2] if at else []
+
+    def _index(self, span: Span) -> int:
+        """The number of a span that has left the raw table, in the order in which spans have."""
+        return next(i for i, (start, end, _) in enumerate(self._taken) if (start, end) == (span.start, span.end))
 
     def first_page(self, span: Span) -> int:
         """The span's first page as an index into the raw page table of now."""

@@ -10,11 +10,15 @@ from heapq import heappop, heappush
 
 
 class SpanState(Enum):
-    """What has been done to a span. One that has left the raw table, folded or offloaded, is no longer kept."""
+    """What has been done to a span. One that has left the raw table, folded or offloaded, is no longer kept.
+
+    A quantised one has left it, too, but is kept whole in fewer bits, and may be folded once.
+    """
 
     CLOSED = auto()
     PREPARED = auto()
     REFUSED = auto()
+    QUANTISED = auto()
     GONE = auto()
 
 
@@ -24,7 +28,7 @@ class Span:
 
     `ends` are ends of segments, counted from `start`: those inside, and one in the page behind the span.
     `pressed`: it is folded because memory is short, not because its position came; `forced`:
-    whatever its estimate says.
+    whatever its estimate says. `whole`: it is quantised, and no longer raw; `to_whole`: that is what is being prepared.
     """
 
     start: int
@@ -34,6 +38,8 @@ class Span:
     state: SpanState = SpanState.CLOSED
     pressed: bool = False
     forced: bool = False
+    whole: bool = False
+    to_whole: bool = False
     commit_at: int = 0
     error: float | None = None
 
@@ -46,7 +52,10 @@ Worth = Callable[[Span], int]  # pages that a fold of the span wins
 
 
 class SpanBook:
-    """All spans of a branch. `closed`, `refused` and `folded` are by position; closed spans fall due in that order."""
+    """All spans of a branch. Lists but `prepared` are by position; closed spans fall due in that order.
+
+    `folded` are all that have left the raw table, quantised ones included.
+    """
 
     def __init__(self, hold_before: int = 0) -> None:
         self.hold_before = hold_before  # closed spans that begin before this position wait in `held`
@@ -54,6 +63,7 @@ class SpanBook:
         self.closed: list[Span] = []
         self.prepared: list[Span] = []
         self.refused: list[Span] = []
+        self.quantised: list[Span] = []
         self.folded: list[tuple[int, int]] = []
         self.refused_tokens = 0
         self._folded_before = [0]  # tokens of the first i folded spans
@@ -65,8 +75,13 @@ class SpanBook:
         return self._folded_before[-1]
 
     def all(self) -> list[Span]:
-        """Every span that is not folded, by position."""
-        return sorted([*self.held, *self.closed, *self.prepared, *self.refused], key=_start)
+        """Every span that is raw, by position."""
+        prepared = (span for span in self.prepared if not span.whole)
+        return sorted([*self.held, *self.closed, *prepared, *self.refused], key=_start)
+
+    def all_whole(self) -> list[Span]:
+        """Every span that is quantised and no more, by position."""
+        return sorted([*self.quantised, *(span for span in self.prepared if span.whole)], key=_start)
 
     def close(self, span: Span) -> Span:
         """A span is closed."""
@@ -106,21 +121,41 @@ class SpanBook:
     def reopen(self, span: Span) -> None:
         """The span is not judged after all."""
         self._take(span)
+        if span.whole:
+            self._keep_whole(span)
+            return
         span.state = SpanState.CLOSED
         self.close(span)
         self._old, self._old_end = [], 0  # it may have left the heap
 
     def refuse(self, span: Span) -> None:
-        """The span stays raw."""
+        """The span stays raw, or quantised."""
         self._take(span)
+        if span.whole:
+            self._keep_whole(span)
+            return
         span.state = SpanState.REFUSED
         self.refused_tokens += span.tokens
         insort(self.refused, span, key=_start)
 
     def fold(self, span: Span) -> None:
-        """The span's pages have left the raw table."""
+        """The span is in a summary, and if it was raw its pages have left the raw table."""
         self._take(span)
         span.state = SpanState.GONE
+        if not span.whole:
+            self._leave(span)
+
+    def quantise(self, span: Span) -> None:
+        """The span's pages have left the raw table, and what was in them is kept whole in fewer bits."""
+        self._take(span)
+        self._leave(span)
+        self._keep_whole(span)
+
+    def _keep_whole(self, span: Span) -> None:
+        span.state, span.whole = SpanState.QUANTISED, True
+        insort(self.quantised, span, key=_start)
+
+    def _leave(self, span: Span) -> None:
         index = bisect_left(self.folded, (span.start, span.end))
         self.folded.insert(index, (span.start, span.end))
         before = self._folded_before
@@ -153,7 +188,12 @@ class SpanBook:
 
     def _take(self, span: Span) -> None:
         """Out of the list in which it is."""
-        spans = {SpanState.CLOSED: self.closed, SpanState.PREPARED: self.prepared, SpanState.REFUSED: self.refused}
+        spans = {
+            SpanState.CLOSED: self.closed,
+            SpanState.PREPARED: self.prepared,
+            SpanState.REFUSED: self.refused,
+            SpanState.QUANTISED: self.quantised,
+        }
         (self.held if span in self.held else spans[span.state]).remove(span)
         if span.state is SpanState.REFUSED:
             self.refused_tokens -= span.tokens

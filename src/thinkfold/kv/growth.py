@@ -1,4 +1,4 @@
-"""How a fold makes a branch's summary longer: the arithmetic of head blocks, nothing else."""
+"""How a fold makes a branch's summary longer, or a part of it shorter: arithmetic of head blocks, nothing else."""
 
 from __future__ import annotations
 
@@ -55,6 +55,43 @@ class GrowthPlan:
             growth.new_blocks.append([next(fresh) for _ in range(self.new[head])])
             lists.append(kept + growth.new_blocks[-1])
         return SummaryTable(lists, [starts[head] + self.counts[head] for head in heads], share), growth
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What `counts[h]` entries of each head h in the place of its blocks `[places[h], places[h] + length)` take.
+
+    All of them are whole blocks, and so are the entries before and behind them.
+    """
+
+    summary: SummaryTable
+    page_size: int
+    places: list[int]
+    length: int
+    counts: list[int]
+
+    @property
+    def old(self) -> list[int]:
+        """The blocks that go."""
+        return [
+            block
+            for blocks, place in zip(self.summary.blocks, self.places, strict=True)
+            for block in blocks[place : place + self.length]
+        ]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self.counts) // self.page_size
+
+    def make(self, blocks: Iterable[int]) -> tuple[SummaryTable, SummaryGrowth]:
+        """The summary with `num_blocks` fresh blocks in the place of the old ones."""
+        summary, size, fresh = self.summary, self.page_size, iter(blocks)
+        assert not any(count % size for count in self.counts), "blocks in the middle of a summary are full"
+        new = [[next(fresh) for _ in range(count // size)] for count in self.counts]
+        parts = zip(summary.blocks, self.places, new, strict=True)
+        lists = [held[:place] + made + held[place + self.length :] for held, place, made in parts]
+        growth = SummaryGrowth(self.counts, [place * size for place in self.places], new)
+        return SummaryTable(lists, [len(held) * size for held in lists], summary.share), growth
 
 
 def written_blocks(summary: SummaryTable, growth: SummaryGrowth, page_size: int) -> list[int]:

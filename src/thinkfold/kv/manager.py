@@ -13,8 +13,9 @@ from itertools import chain
 
 from thinkfold.errors import ParameterError
 from thinkfold.kv.blocks import HeadBlocks
-from thinkfold.kv.growth import GrowthPlan, written_blocks
+from thinkfold.kv.growth import GrowthPlan, Replacement, written_blocks
 from thinkfold.kv.host_tier import HostTier
+from thinkfold.kv.integrity import check_memory
 from thinkfold.kv.pages import PageClass, PagePool
 from thinkfold.kv.prefixes import SharedPrefixes
 from thinkfold.kv.radix import Namespace
@@ -140,8 +141,7 @@ class KVManager:
             table.pages = [*table.pages[:index], target, *table.pages[index + 1 :]]
             self._release(source)
             needed -= 1
-        if needed:
-            table.pages += [self._pool.allocate(page_class) for _ in range(needed)]
+        table.pages += [self._pool.allocate(page_class) for _ in range(needed)]
         return True
 
     def fork(self, source: PageTable, target: PageTable, entries: int, lengths: list[int] | None = None) -> None:
@@ -205,7 +205,11 @@ class KVManager:
 
     def pages_for_fold(self, counts: Sequence[int]) -> int:
         """Pages that a fold's head blocks fill; no fold of a branch without forks opens more."""
-        return self._blocks.pages_for(sum(self.pages_for(count) for count in counts))
+        return self._blocks.pages_for(sum(map(self.pages_for, counts)))
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        """Whether a fold of `counts` entries by head would find its head blocks now."""
+        return self._room.holds_blocks(sum(map(self.pages_for, counts)))
 
     def fold(self, table: PageTable, first_page: int, num_pages: int, counts: Sequence[int]) -> SummaryGrowth | None:
         """Replace full raw pages by a summary of `counts` entries by head; all or nothing.
@@ -225,6 +229,21 @@ class KVManager:
         for block in read:
             self._release_block(block)
         self.drop_pages(table, first_page, num_pages)
+        return growth
+
+    def refold(self, table: PageTable, places: list[int], length: int, counts: Sequence[int]) -> SummaryGrowth | None:
+        """Replace `length` full blocks of each head, from number `places[h]` on, by `counts` entries; all or nothing.
+
+        What `fold` says of the growth and of None holds here, too; the growth starts where the old blocks did.
+        """
+        plan = Replacement(table.summary, self.page_size, places, length, list(counts))
+        old = plan.old
+        if self._work.writes([], old) or not self._room.make_for_blocks(plan.num_blocks):
+            return None
+        table.summary, growth = plan.make(self._blocks.allocate(plan.num_blocks))
+        self._work.fold([], old, chain.from_iterable(growth.new_blocks))
+        for block in old:
+            self._release_block(block)
         return growth
 
     def shared(self, pages: Iterable[int]) -> bool:
@@ -378,13 +397,4 @@ class KVManager:
 
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
         """Raise AssertionError unless pools, tree, head blocks and the given tables agree."""
-        tables = list(tables)
-        self._pool.check_integrity([*(t.pages for t in tables), self.prefixes.pages(), self._blocks.pages()])
-        self._blocks.check_integrity(chain.from_iterable(t.summary.blocks) for t in tables)
-        places = [t.host for t in tables if t.host is not None]
-        host_pages = [*(h.pages for h in places), *(t.offload_pages for t in tables)]
-        self._host.check_integrity(host_pages, (chain.from_iterable(h.blocks) for h in places))
-        for table in tables:
-            table.check_integrity(self.page_size)
-            assert all(self._pool.in_tree(page) for page in table.pages[: table.published]), "a published page is lost"
-        self.prefixes.check_integrity()
+        check_memory(self._pool, self._blocks, self._host, self.prefixes, list(tables), self.page_size)

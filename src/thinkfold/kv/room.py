@@ -39,3 +39,7 @@ class Room:
         """Have pages for so many head blocks; the reserve comes after the tree's idle pages."""
         pages = self._blocks.pages_needed(blocks)
         return self.make(pages) or self.make(pages, of_reserve=True)
+
+    def holds_blocks(self, blocks: int) -> bool:
+        """Whether pages for so many head blocks are free or idle, the reserve included."""
+        return self._blocks.pages_needed(blocks) <= self._pool.num_free + self._pool.num_idle

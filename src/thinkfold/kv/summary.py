@@ -33,7 +33,7 @@ class SummaryTable:
 
 @dataclass(frozen=True, slots=True)
 class SummaryGrowth:
-    """How one fold makes a summary table longer, one item a head.
+    """How one fold makes a summary table longer, or replaces a part of it, one item a head.
 
     Entry i of a fold in head h is stored at entry `starts[h] + i` of that head, for i below
     `counts[h]`. `new_blocks[h]` are appended to the head's blocks; where the head's last block

@@ -61,17 +61,20 @@ class Folder:
 
         `now` is the logical position that the slot computes next, None where that is not known.
         """
-        (pages,) = to_device([work.pages], self._storage.tensor.device)
-        keys, values = self._storage.read_span(pages)
+        (places,) = to_device([work.pages if work.blocks is None else work.blocks], self._storage.tensor.device)
+        keys, values = (self._storage.read_span if work.blocks is None else self._storage.read_blocks)(places)
         layers, heads, tokens, _ = keys.shape
-        page_size = tokens // len(work.pages)
-        counts = self._budgets.counts(work.entries, tokens, page_size)
+        counts = self._budgets.counts(work.entries, tokens, self._tables.page_size)
         positions = self._queries.positions(work.slot, now)
         chosen_by, judged_by = (
             self._segments(work, positions, keys, values) if positions else self._alone(work, keys, values)
         )
-        budget = torch.tensor(counts).view(layers, heads)
-        summary = selectors.create(work.selector, **self._budgets.options(work.selector)).select(chosen_by, budget)
+        if work.whole:
+            counts = [tokens] * len(counts)
+            summary = Summary(torch.arange(tokens, device=keys.device).expand(1, layers, heads, -1))
+        else:
+            selector = selectors.create(work.selector, **self._budgets.options(work.selector))
+            summary = selector.select(chosen_by, torch.tensor(counts).view(layers, heads))
         kept = counts if summary.pooled is not None or summary.indices.shape[-1] else [0] * len(counts)
         packed, entries = None, summary.entries(keys[None], values[None])
         if self._storage.layout is not None:
@@ -93,7 +96,10 @@ class Folder:
             raise ValueError(f"fold {work.fold_id}: blocks for {growth.counts} entries, {prepared.counts} are prepared")
         if growth.copies:
             self._storage.copy_blocks([(source, target) for _, source, target in growth.copies])
-        self._tables.grow(work)
+        if work.table is None:
+            self._tables.grow(work)
+        else:
+            self._tables.set(work.slot, *work.table)
         if not any(growth.counts):
             return
         if prepared.packed is None:
@@ -127,15 +133,12 @@ class Folder:
         storage.write(targets, stored, bias)
 
     def _write_packed(self, work: FoldCommit, packed: Tensor) -> None:
-        """int4 blocks of each head as they were made."""
-        size = self._tables.page_size
-        counts, starts = (np.array(numbers) // size for numbers in (work.growth.counts, work.growth.starts))
-        by_head = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(by_head)) - np.repeat(np.cumsum(counts) - counts, counts)
-        arrays = [by_head, number, (np.repeat(starts, counts) + number) * size]
-        heads, numbers, places = to_device(arrays, packed.device)
-        targets = self._tables.entry_ids(work.slot, heads, places)
-        self._storage.write_blocks(torch.div(targets, size, rounding_mode="floor"), packed[heads, numbers])
+        """int4 blocks of each head as they were made; all are full, so that each goes to a fresh one."""
+        new = work.growth.new_blocks
+        places = [(head, number) for head, blocks in enumerate(new) for number in range(len(blocks))]
+        blocks = [block for blocks in new for block in blocks]
+        heads, numbers, targets = to_device([*zip(*places, strict=True), blocks], packed.device)
+        self._storage.write_blocks(targets, packed[heads, numbers])
 
     def _segments(
         self, work: FoldPrepare, positions: list[int], keys: Tensor, values: Tensor

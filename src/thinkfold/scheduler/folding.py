@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.fold.spans import Span
 from thinkfold.kv.manager import KVManager
-from thinkfold.kv.summary import SummaryTable
+from thinkfold.kv.summary import SummaryGrowth, SummaryTable
 from thinkfold.scheduler.branch import Branch
 from thinkfold.scheduler.output import FoldCommit, FoldPrepare, MemoryWork
 from thinkfold.types import Fold
@@ -30,21 +31,26 @@ class _Written:
     before: SummaryTable
     lengths: list[int]
     error: float
+    whole: bool  # quantised, not folded
 
 
 FoldCounts = Callable[[int, int], list[int]]
 DROP = "drop"  # the selector that keeps nothing
+QUANTISES = 0.75  # the rung is worth taking where summaries keep an entry in no more of a raw one's memory
 
 
 class FoldDesk:
     """Folds spans of running branches in two phases; the planner of a branch says which and when.
 
-    `counts(entries, tokens)` gives the entries of each head that a fold of `tokens` keeps.
+    `counts(entries, tokens)` gives the entries of each head that a fold of `tokens` keeps. Where summaries are kept in
+    fewer bits, what is folded to win memory is first quantised: that costs next to nothing, and it may be folded later.
     """
 
     def __init__(self, kv: KVManager, counts: FoldCounts) -> None:
         self._kv = kv
         self._counts = counts
+        self._quantises = kv.summary_share <= QUANTISES
+        self._gains: dict[tuple[int, int, bool, bool], int] = {}  # as `_gain` has them
         self._ids = itertools.count()
         self._prepared: dict[int, tuple[Branch, FoldPlanner, Span]] = {}
         self._written: dict[tuple[int, ...], _Written] = {}  # by the pages that were folded
@@ -93,7 +99,7 @@ class FoldDesk:
             if span.error is None or not self._settle(branch, planner, span, stuck=stuck):
                 return False
         while (span := planner.to_prepare(position)) is not None:
-            if self._gain(planner, span) > 0:
+            if self._gain(planner, False, span) > 0:
                 self._prepare(branch, planner, span)
             else:
                 planner.give_up(span)  # its summary would take as many pages
@@ -102,19 +108,37 @@ class FoldDesk:
             planner.not_offloaded(position)
         return True
 
-    def press(self, branches: Iterable[Branch], planned: Mapping[int, int], *, force: bool = False) -> bool:
-        """Start the fold that wins most memory; False if there is none.
+    def press(
+        self, branches: Sequence[Branch], planned: Mapping[int, int], *, force: bool = False
+    ) -> Literal["quantise", "fold"] | None:
+        """Start to quantise or to fold the span that wins most memory; which of them, None if there is none.
 
-        Answering branches come first, then segments that are old enough for their fold to be a good one.
+        Answering branches come first, then segments that are old enough for their fold to be a good one. What is
+        quantised is folded when nothing raw is left to quantise.
 
         `planned` are positions before the rows of the step being planned, by a branch's id: what those rows write is
         not there yet. `force` takes what the gate has refused, too, and does not ask it again.
         """
+        for whole in (False, True) if self._quantises else (False,):
+            found = self._best(branches, planned, whole, force=force)
+            if found is not None:
+                branch, planner, span = found
+                to_whole = self._quantises and not whole and self._kv.has_room(self._all(span))
+                self._prepare(branch, planner, span, pressed=True, to_whole=to_whole)
+                span.forced = force
+                return "quantise" if to_whole else "fold"
+        return None
+
+    def _best(
+        self, branches: Iterable[Branch], planned: Mapping[int, int], whole: bool, *, force: bool
+    ) -> tuple[Branch, FoldPlanner, Span] | None:
+        """The quantised span (`whole`), or the raw one, that comes first."""
         best: tuple[tuple[bool, bool, int], Branch, FoldPlanner, Span] | None = None
         for branch, planner in _foldable(branches):
             position = planned.get(id(branch), branch.num_computed_tokens)
+            worth = partial(self._gain, planner, self._quantises and not whole)
             try:
-                found = planner.under_pressure(position, partial(self._gain, planner), force=force)
+                found = planner.under_pressure(position, worth, force=force, whole=whole)
             except Exception as error:  # as in `advance`
                 branch.error = error
                 continue
@@ -122,12 +146,7 @@ class FoldDesk:
                 rank = (planner.answering, found[0], found[1])
                 if best is None or rank > best[0]:
                     best = (rank, branch, planner, found[2])
-        if best is None:
-            return False
-        _, branch, planner, span = best
-        self._prepare(branch, planner, span, pressed=True)
-        span.forced = force
-        return True
+        return None if best is None else best[1:]
 
     def offload(self, branches: Iterable[Branch], planned: Mapping[int, int]) -> bool:
         """Move the thinking of one branch that answers to the host, as its policy wants it when memory is short."""
@@ -180,14 +199,19 @@ class FoldDesk:
         self.changed.clear()
         return work
 
-    def _prepare(self, branch: Branch, planner: FoldPlanner, span: Span, *, pressed: bool = False) -> None:
-        fold_id, pages = next(self._ids), self._pages(branch, planner, span)
-        policy = planner.policy
+    def _prepare(
+        self, branch: Branch, planner: FoldPlanner, span: Span, *, pressed: bool = False, to_whole: bool = False
+    ) -> None:
+        fold_id, policy = next(self._ids), planner.policy
+        blocks = self._blocks(branch, planner, span) if span.whole else None
+        pages = [] if span.whole else self._pages(branch, planner, span)
         self.work.prepares.append(
-            FoldPrepare(fold_id, branch.slot, pages, span.end, span.ends, policy.selector, _entries(planner))
+            FoldPrepare(
+                fold_id, branch.slot, pages, span.end, span.ends, policy.selector, _entries(planner), to_whole, blocks
+            )
         )
         self._prepared[fold_id] = (branch, planner, span)
-        planner.prepare(span, branch.num_computed_tokens, pressed=pressed)
+        planner.prepare(span, branch.num_computed_tokens, pressed=pressed, to_whole=to_whole)
         self.changed.add(id(branch))
 
     def _settle(self, branch: Branch, planner: FoldPlanner, span: Span, *, stuck: bool) -> bool:
@@ -197,41 +221,62 @@ class FoldDesk:
         if any(slot == branch.slot for slot, _, _ in (*self.work.adopted, *self.work.summaries)):
             return False  # its tables are set after the step's commits
         fold_id = next(i for i, (_, _, known) in self._prepared.items() if known is span)
-        growth, before, pages = None, self._held(), []
+        growth, before, pages, whole = None, self._held(), [], span.to_whole
         shared, summary = False, branch.table.summary
         if span.forced or error <= planner.policy.gate:  # never with an estimate that is not a number
-            counts = self._counts(_entries(planner), span.tokens)
-            pages, first = self._pages(branch, planner, span), planner.first_page(span)
+            pages = [] if span.whole else self._pages(branch, planner, span)
             known = self._known(branch, span, pages)
             if known is not None:
                 return self._adopt(branch, planner, span, fold_id, known, stuck=stuck)
             shared = self._kv.shared(pages)
-            growth = self._kv.fold(branch.table, first, len(pages), counts)
+            growth = self._grow(branch, planner, span, pages)
             if growth is None and not stuck:
                 return False
+            if growth is None and whole:  # there may be room to fold it
+                del self._prepared[fold_id]
+                self.work.dropped.append(fold_id)
+                planner.withdraw(span)
+                return True
         del self._prepared[fold_id]
         start = span.start - planner.num_prompt_tokens
-        fold = Fold(fold_id, start, start + span.tokens, 0.0, 0, error, refused=growth is None)
+        fold = Fold(fold_id, start, start + span.tokens, 0.0, 0, error, refused=growth is None, quantised=whole)
         if growth is None:
             self.work.dropped.append(fold_id)
             planner.give_up(span)
             self.totals["refused"] += 1
         else:
-            self.work.commits.append(FoldCommit(fold_id, branch.slot, pages, growth))
+            self.work.commits.append(self._commit(fold_id, branch, span, pages, growth))
             self._committed[fold_id] = branch
             if shared:
-                written = _Written(fold_id, branch, span.end, summary, branch.table.summary.lengths, error)
+                written = _Written(fold_id, branch, span.end, summary, branch.table.summary.lengths, error, whole)
                 self._written[tuple(pages)] = written
             mean = sum(growth.counts) / len(growth.counts)
-            fold = Fold(fold_id, start, start + span.tokens, mean, before - self._held(), error)
+            fold = replace(fold, entries=mean, pages_freed=before - self._held())
             self._count(branch, planner, span)
         self._tell(branch, planner, span, fold)
         return True
 
+    def _grow(self, branch: Branch, planner: FoldPlanner, span: Span, pages: Sequence[int]) -> SummaryGrowth | None:
+        """Put a summary in the place of the span; None, and nothing changes, if its memory is not there now."""
+        counts = self._all(span) if span.to_whole else self._counts(_entries(planner), span.tokens)
+        if not span.whole:
+            return self._kv.fold(branch.table, planner.first_page(span), len(pages), counts)
+        length = span.tokens // self._kv.page_size
+        growth = self._kv.refold(branch.table, self._places(branch, planner, span), length, counts)
+        if growth is not None:  # what others would take of it stands elsewhere now
+            self._written = {key: known for key, known in self._written.items() if known.branch is not branch}
+        return growth
+
+    def _commit(self, fold_id: int, branch: Branch, span: Span, pages: list[int], growth: SummaryGrowth) -> FoldCommit:
+        summary = branch.table.summary
+        return FoldCommit(
+            fold_id, branch.slot, pages, growth, (summary.blocks, summary.lengths) if span.whole else None
+        )
+
     def _known(self, branch: Branch, span: Span, pages: list[int]) -> _Written | None:
         """What a branch of the same past has written for the same pages, behind the same summary."""
         known = self._written.get(tuple(pages))
-        if known is None or known.branch.table.swapped or known.end != span.end:
+        if known is None or known.branch.table.swapped or (known.end, known.whole) != (span.end, span.to_whole):
             return None
         mine, theirs = branch.table.summary, known.before
         same = mine.blocks == theirs.blocks and mine.lengths == theirs.lengths
@@ -252,20 +297,23 @@ class FoldDesk:
         start, entries = span.start - planner.num_prompt_tokens, (sum(summary.lengths) - old) / self._kv.num_heads
         freed = before - self._held()
         self._count(branch, planner, span)
-        self._tell(branch, planner, span, Fold(fold_id, start, start + span.tokens, entries, freed, known.error))
+        fold = Fold(fold_id, start, start + span.tokens, entries, freed, known.error, quantised=known.whole)
+        self._tell(branch, planner, span, fold)
         self.totals["folds_shared"] += 1
         return True
 
     def _count(self, branch: Branch, planner: FoldPlanner, span: Span) -> None:
-        """The span has left the branch's raw table."""
+        """The span has left the branch's raw table, or what was quantised is folded."""
+        kind = ("quantised", "quantised_tokens") if span.to_whole else ("folds", "folded_tokens")
         planner.remove(span, branch.table.summary.lengths)
         self.changed.add(id(branch))
-        self.totals["folds"] += 1
-        self.totals["folded_tokens"] += span.tokens
+        self.totals[kind[0]] += 1
+        self.totals[kind[1]] += span.tokens
 
     def _tell(self, branch: Branch, planner: FoldPlanner, span: Span, fold: Fold) -> None:
-        if (span.start, fold.refused) not in planner.told:  # else it was told before a preemption
-            planner.told.add((span.start, fold.refused))
+        news = (span.start, fold.refused, fold.quantised)
+        if news not in planner.told:  # else it was told before a preemption
+            planner.told.add(news)
             self.done.append((branch, fold))
 
     def _offload(self, branch: Branch, planner: FoldPlanner, position: int, pages: tuple[int, int]) -> bool:
@@ -285,9 +333,29 @@ class FoldDesk:
     def _held(self) -> int:
         return sum(self._kv.usage().values())
 
-    def _gain(self, planner: FoldPlanner, span: Span) -> int:
-        counts = self._counts(_entries(planner), span.tokens)
-        return span.tokens // self._kv.page_size - self._kv.pages_for_fold(counts)
+    def _places(self, branch: Branch, planner: FoldPlanner, span: Span) -> list[int]:
+        """Number of a quantised span's first block in each head."""
+        before = planner.entries_before(span) or [0] * self._kv.num_heads
+        return [entries // self._kv.page_size for entries in before]
+
+    def _blocks(self, branch: Branch, planner: FoldPlanner, span: Span) -> list[list[int]]:
+        """A quantised span's blocks by head."""
+        length = span.tokens // self._kv.page_size
+        lists = zip(branch.table.summary.blocks, self._places(branch, planner, span), strict=True)
+        return [blocks[place : place + length] for blocks, place in lists]
+
+    def _all(self, span: Span) -> list[int]:
+        """What a quantised span keeps in each head."""
+        return [span.tokens] * self._kv.num_heads
+
+    def _gain(self, planner: FoldPlanner, to_whole: bool, span: Span) -> int:
+        """Pages that a fold of the span wins, or with `to_whole` to quantise it."""
+        key = (_entries(planner), span.tokens, span.whole, to_whole)
+        if key not in self._gains:
+            counts = self._all(span) if to_whole else self._counts(key[0], span.tokens)
+            held = self._kv.pages_for_fold(self._all(span)) if span.whole else span.tokens // self._kv.page_size
+            self._gains[key] = held - self._kv.pages_for_fold(counts)
+        return self._gains[key]
 
 
 def _foldable(branches: Iterable[Branch]) -> Iterator[tuple[Branch, FoldPlanner]]:

@@ -64,7 +64,8 @@ class FoldPrepare:
     before logical position `end`; the slot's query store holds what came after it. `ends` are the
     ends of its segments in tokens from its start, the last up to a page behind it: a segment's
     result stands before its end. The choice waits on the device under `fold_id` until it is
-    committed or dropped.
+    committed or dropped. `whole`: everything stays, in fewer bits. A span that was kept so is read
+    from its `blocks` by head instead of pages.
     """
 
     fold_id: int
@@ -74,6 +75,8 @@ class FoldPrepare:
     ends: tuple[int, ...]
     selector: str
     entries: int
+    whole: bool = False
+    blocks: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,15 @@ class FoldCommit:
 
     `pages` are the span's raw pages of now (a swap may have moved it since it was prepared),
     `growth` says which head blocks hold the summary (see `kv.summary`); its counts are the
-    budget of the prepared selector.
+    budget of the prepared selector. Where it replaces what was kept whole, `table` are the slot's
+    whole tables after it: blocks and entries by head.
     """
 
     fold_id: int
     slot: int
     pages: list[int]
     growth: SummaryGrowth
+    table: tuple[list[list[int]], list[int]] | None = None
 
 
 @dataclass(slots=True)

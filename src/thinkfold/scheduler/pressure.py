@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from thinkfold.errors import CapacityError
 from thinkfold.kv.manager import KVManager
@@ -41,8 +41,8 @@ class PressureLadder:
     def make_room(self, branch: Branch, count: int, planned: Mapping[int, int], *, stuck: bool) -> bool:
         """Climb the pressure ladder by one rung for `branch`; True if it may ask for its pages again.
 
-        Idle cached pages are gone already. Rungs: probes, what is parked, fold or offload, swap, preempt; with nobody
-        left to give way, fold what the gate has refused; then the branch itself ends.
+        Idle cached pages are gone already. Rungs: probes, what is parked, offload, quantise, fold, swap, preempt; with
+        nobody left to give way, fold what the gate has refused; then the branch itself ends.
         """
         if self._kv.num_available + self._kv.num_returning >= self._kv.pages_needed(branch.table, count):
             return False  # pages of a step in flight are on their way
@@ -118,15 +118,15 @@ class PressureLadder:
         if self._kv.num_available + self._kv.num_returning < 2 * len(self._running) and not self._folds.pressing:
             self.fold(self._running, planned)
 
-    def fold(self, branches: Iterable[Branch], planned: Mapping[int, int]) -> bool:
-        """Win memory and force nobody out: the thinking of an answer leaves for the host, or a segment is folded."""
+    def fold(self, branches: Sequence[Branch], planned: Mapping[int, int]) -> bool:
+        """Win memory and force nobody out: the thinking of an answer leaves for the host, or a segment is compacted."""
         if self._folds.offload(branches, planned):
             self.taken["offload"] += 1
             return True
-        if self._folds.press(branches, planned):
-            self.taken["fold"] += 1
-            return True
-        return False
+        rung = self._folds.press(branches, planned)
+        if rung is not None:
+            self.taken[rung] += 1
+        return rung is not None
 
     def _preempt(self, branch: Branch) -> None:
         """Take a branch off the device; its tokens are kept and recomputed later."""

@@ -43,6 +43,7 @@ class FoldView(TypedDict):
     done: int
     refused: int
     tokens: int
+    quantised: int
 
 
 class EngineView(TypedDict):
@@ -95,7 +96,12 @@ async def show_engine(request: Request) -> EngineView:
         "waiting": stats.waiting,
         "pages": _pages(stats, engine.model),
         "prefix": {"queried_tokens": stats.prefix_queried_tokens, "hit_tokens": stats.prefix_hit_tokens},
-        "folds": {"done": stats.folds, "refused": stats.folds_refused, "tokens": stats.folded_tokens},
+        "folds": {
+            "done": stats.folds,
+            "refused": stats.folds_refused,
+            "tokens": stats.folded_tokens,
+            "quantised": stats.quantised,
+        },
         "drift": state.conversations.latest(tenant_of(request)),
         "pressure": stats.pressure,
         "preemptions": stats.preemptions,

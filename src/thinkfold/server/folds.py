@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from thinkfold.errors import ParameterError
@@ -21,6 +21,8 @@ SEGMENT_EVENT = "thinkfold.segment"
 FIELD_NAMES = {  # the engine's name of a field -> the client's
     name: f"thinkfold.{name}" for name in ("fold", "control", "tier", "session", "deadline_ms", "max_cost")
 }
+
+Kind = Literal["folded", "quantised", "raw"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def fold_data(choice: int, fold: Fold, segments: Sequence[Segment]) -> FoldNews:
         "pages_freed": fold.pages_freed,
         "error": None if math.isnan(fold.error) else fold.error,
         "refused": fold.refused,
+        "quantised": fold.quantised,
     }
 
 
@@ -100,23 +103,27 @@ def segment_of(fold: Fold, segments: Sequence[Segment]) -> Segment | None:
 def segment_states(choice: int, segments: Sequence[Segment], folds: Sequence[Fold]) -> list[SegmentState]:
     """What became of each finished segment.
 
-    `folded`: most of its tokens are in summaries. `raw`: the gate refused to fold it. `closed`:
-    it is raw because nobody has folded it (yet). A span ends with a full page, so a few tokens
-    of a folded segment stay raw or go with the next one.
+    `folded`: most of its tokens are in summaries. `quantised`: they are all kept, in fewer bits. `raw`: the gate
+    refused to fold it. `closed`: it is raw because nobody has folded it (yet). A span ends with a full page, so a few
+    tokens of a folded segment stay raw or go with the next one.
     """
-    done = sorted((f for f in folds if not f.refused), key=lambda f: f.end)
-    refused = sorted((f for f in folds if f.refused), key=lambda f: f.end)
-    return [
-        {"choice": choice, "id": s.id, "start": s.start, "end": s.end, "state": _state(s, done, refused)}
-        for s in segments
-    ]
+    kinds: dict[Kind, list[Fold]] = {
+        "folded": [fold for fold in folds if not (fold.refused or fold.quantised)],
+        "quantised": [fold for fold in folds if fold.quantised and not fold.refused],
+        "raw": [fold for fold in folds if fold.refused],
+    }
+    for known in kinds.values():
+        known.sort(key=lambda fold: fold.end)
+    return [{"choice": choice, "id": s.id, "start": s.start, "end": s.end, "state": _state(s, kinds)} for s in segments]
 
 
-def _state(segment: Segment, done: Sequence[Fold], refused: Sequence[Fold]) -> Literal["folded", "raw", "closed"]:
+def _state(segment: Segment, kinds: Mapping[Kind, Sequence[Fold]]) -> Kind | Literal["closed"]:
+    """The first kind of folds that cover half of it."""
     half = (segment.end - segment.start) / 2
-    if _covered(segment, done) >= half:
-        return "folded"
-    return "raw" if _covered(segment, refused) >= half else "closed"
+    for kind, folds in kinds.items():
+        if _covered(segment, folds) >= half:
+            return kind
+    return "closed"
 
 
 def _covered(segment: Segment, folds: Sequence[Fold]) -> int:

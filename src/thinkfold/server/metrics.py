@@ -50,6 +50,8 @@ _COUNTERS = {
     "folds": "Spans of thinking that were folded",
     "folds_refused": "Spans of thinking that the gate kept raw",
     "folded_tokens": "Thinking tokens whose KV was replaced by a summary",
+    "quantised": "Spans of thinking that were kept whole in fewer bits",
+    "quantised_tokens": "Thinking tokens whose KV was kept in fewer bits",
     "swaps": "Moves of KV to host memory",
     "swapped_bytes": "Bytes of KV moved to host memory",
     "recomputed_tokens": "Tokens computed again after a preemption",

@@ -94,6 +94,7 @@ class Bill(ServingCosts):
     folds: int
     folds_refused: int
     folded_tokens: int
+    quantised_tokens: int
 
 
 class Ending(TypedDict):
@@ -124,7 +125,7 @@ class SegmentPlace(TypedDict):
 class SegmentState(SegmentPlace):
     """What became of a finished segment."""
 
-    state: Literal["folded", "raw", "closed"]
+    state: Literal["folded", "quantised", "raw", "closed"]
 
 
 class FoldNews(TypedDict):
@@ -139,6 +140,7 @@ class FoldNews(TypedDict):
     pages_freed: int
     error: float | None
     refused: bool
+    quantised: bool
 
 
 class DriftRecord(TypedDict):

@@ -202,4 +202,5 @@ def three_costs(costs: Costs) -> Bill:
         "folds": costs.folds,
         "folds_refused": costs.folds_refused,
         "folded_tokens": costs.folded_tokens,
+        "quantised_tokens": costs.quantised_tokens,
     }

@@ -63,7 +63,8 @@ class Fold:
 
     `entries` a KV head (mean over layers and heads) are left of it, `pages_freed` raw pages went
     back to the pool less those taken for the summary. `error` is the gate's estimate, NaN
-    without one. A refused fold kept its span raw.
+    without one. A refused fold kept its span raw, or quantised. `quantised`: all its entries are left,
+    in fewer bits; a fold of it may follow.
     """
 
     id: int
@@ -73,6 +74,7 @@ class Fold:
     pages_freed: int
     error: float
     refused: bool = False
+    quantised: bool = False
 
 
 @by_position
@@ -151,7 +153,7 @@ class Costs:
     `computed_prompt_tokens` includes what a preemption computes again; `copied_tokens` are output tokens
     of greedy choices that were computed once, for another choice. Times in seconds;
     `kv_byte_seconds` is bytes of KV pages held integrated over time, `kv_peak_entries` the most
-    entries held at once (a summary counts with its mean over layers and heads). `probe_tokens`
+    entries held at once (a summary counts with its memory, mean over layers and heads). `probe_tokens`
     were computed on the side, asked for and drawn ones; `paused_s` is no time of any phase. `device_s` is the
     request's part of the device's time: each step is split evenly among the branches that run.
     """
@@ -170,6 +172,7 @@ class Costs:
     folds: int = 0
     folds_refused: int = 0
     folded_tokens: int = 0
+    quantised_tokens: int = 0
     swapped_bytes: int = 0
     probe_tokens: int = 0
     paused_s: float = 0.0

@@ -58,15 +58,21 @@ export class ThinkingView {
     this.#show(open);
   }
 
-  // A span of thinking became a summary, or the gate refused that.
-  fold({ start, end, entries, pages_freed: freed, error, refused }) {
+  // A span of thinking became a summary or was kept in fewer bits, or the gate refused that.
+  fold({ start, end, entries, pages_freed: freed, error, refused, quantised }) {
     const tokens = end - start;
     const over = this.segments.filter((one) => Math.min(one.end, end) - Math.max(one.start, start) >= (one.end - one.start) / 2);
     const owner = over.at(-1) ?? this.segments.findLast((one) => one.start < end);
     const doubt = error === null ? "" : ` · error ${share(error, 1)}`;
     if (refused) {
       this.refused += 1;
-      if (owner) this.#mark(owner, "refused", `kept raw: error ${error === null ? "unknown" : share(error, 1)}`);
+      const stays = owner?.state === "quantised" ? ["quantised", "kept in 4 bits"] : ["refused", "kept raw"];
+      if (owner) this.#mark(owner, stays[0], `${stays[1]}: error ${error === null ? "unknown" : share(error, 1)}`);
+      return;
+    }
+    if (quantised) {
+      for (const one of over) this.#mark(one, "quantised", `${count(one.end - one.start)} in 4 bits`);
+      if (owner) put(owner.chip, `${count(tokens)} in 4 bits · ${plural(freed, "page")} freed${doubt}`);
       return;
     }
     this.folds += 1;
