@@ -50,6 +50,67 @@ def _add_pairs(weights, scales, rows, valid, shown, kv, even, odd, HEAD_DIM: tl.
 
 
 @triton.jit
+def _scores(
+    queries,
+    factor,
+    rows,
+    place,
+    valid,
+    kv,
+    kv_scales,
+    bias,
+    with_bias,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    FP8: tl.constexpr,
+    SUMMARY: tl.constexpr,
+):
+    """Queries times the keys of `rows` and `factor` `[M]`, to base 2, and which entries are not hidden by their β."""
+    dims = tl.arange(0, LANES)
+    loaded = valid[None, :] & (dims[:, None] < HEAD_DIM)
+    keys = tl.load(kv + rows[None, :] * HEAD_DIM + dims[:, None], mask=loaded, other=0.0)
+    scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * factor[:, None]
+    if FP8:
+        scores *= tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)[None, :]
+    shown = valid
+    if SUMMARY:
+        beta = tl.load(bias + place, mask=valid & (with_bias > 0), other=0.0)
+        scores += beta[None, :] * _LOG2_E
+        # No load waits for this one: hidden entries are loaded, and left out afterwards.
+        shown = valid & (beta != -float("inf"))
+    return scores, shown
+
+
+@triton.jit
+def _add_values(
+    weights,
+    kv_scales,
+    rows,
+    valid,
+    shown,
+    kv,
+    acc,
+    query_dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FP8: tl.constexpr,
+    SUMMARY: tl.constexpr,
+):
+    """`acc + weights @ values`."""
+    dims = tl.arange(0, acc.shape[1])
+    loaded = valid[:, None] & (dims[None, :] < HEAD_DIM)
+    values = tl.load(kv + rows[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
+    if FP8:
+        scales = tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)
+        weights *= tl.where(shown, scales, 0.0)[None, :]
+    # bfloat16 holds every fp8 code, and weights times scales that are too small for float16.
+    dtype: tl.constexpr = tl.bfloat16 if FP8 and query_dtype == tl.float16 else query_dtype
+    values = values.to(dtype)
+    if SUMMARY:
+        values = tl.where(shown[:, None], values, 0.0)
+    return tl.dot(weights.to(dtype), values, acc, input_precision="ieee")
+
+
+@triton.jit
 def _blocks(table, first, start, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The table's numbers for entries from `first` on, 0 outside of `[start, high)`."""
     entries = first + tl.arange(0, BLOCK_N)
@@ -83,14 +144,14 @@ def attend(
     table, unit, shift, start, low, high, oldest, newest = span
     # Larger tiles go to other matrix units, which gave wrong sums this way (Triton 3.6 on an H200).
     PAIRED: tl.constexpr = FP8 and queries.dtype != tl.float32 and HEAD_DIM % 2 == 0 and queries.shape[0] < 64
-    dims = tl.arange(0, LANES)
     largest = tl.full((queries.shape[0],), -float("inf"), tl.float32)
     total = tl.zeros((queries.shape[0],), tl.float32)
     acc = tl.zeros((queries.shape[0], LANES // 2 if PAIRED else LANES), tl.float32)
     odd = tl.zeros((queries.shape[0], LANES // 2 if PAIRED else 1), tl.float32)
-    unit_of = tl.full((queries.shape[0],), 1.0, tl.float32)
+    factor = tl.zeros((queries.shape[0],), tl.float32) + scale
     if PAIRED:
-        queries, unit_of = _in_float16(queries)
+        queries, peak = _in_float16(queries)
+        factor *= peak
     ahead = _blocks(table, low, start, high, PAGE_SIZE, BLOCK_N)
     for first in range(low, high, BLOCK_N):
         entries = first + tl.arange(0, BLOCK_N)
@@ -99,18 +160,10 @@ def attend(
         block = ahead.to(tl.int64) * unit + shift
         ahead = _blocks(table, first + BLOCK_N, start, high, PAGE_SIZE, BLOCK_N)
         rows = block * (2 * PAGE_SIZE) + number % PAGE_SIZE
-        loaded = valid[None, :] & (dims[:, None] < HEAD_DIM)
-        keys = tl.load(kv + rows[None, :] * HEAD_DIM + dims[:, None], mask=loaded, other=0.0)
-        scores = tl.dot(queries, keys.to(queries.dtype), input_precision="ieee") * (unit_of * scale)[:, None]
-        if FP8:
-            scores *= tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)[None, :]
-        shown = valid
-        if SUMMARY:
-            place = bias + block * PAGE_SIZE + number % PAGE_SIZE
-            beta = tl.load(place, mask=valid & (with_bias > 0), other=0.0)
-            scores += beta[None, :] * _LOG2_E
-            # No load waits for this one: hidden entries are loaded, and left out afterwards.
-            shown = valid & (beta != -float("inf"))
+        place = block * PAGE_SIZE + number % PAGE_SIZE
+        scores, shown = _scores(
+            queries, factor, rows, place, valid, kv, kv_scales, bias, with_bias, HEAD_DIM, LANES, FP8, SUMMARY
+        )
         visible = shown[None, :] & (entries[None, :] >= oldest[:, None]) & (entries[None, :] < newest[:, None])
         weights, largest, total, fade = softmax_step(tl.where(visible, scores, -float("inf")), largest, total)
         acc *= fade[:, None]
@@ -119,17 +172,7 @@ def attend(
             odd *= fade[:, None]
             acc, odd = _add_pairs(weights, kv_scales, rows, valid, shown, kv, acc, odd, HEAD_DIM, SUMMARY)
         else:
-            loaded = valid[:, None] & (dims[None, :] < HEAD_DIM)
-            values = tl.load(kv + rows[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
-            if FP8:
-                scales = tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)
-                weights *= tl.where(shown, scales, 0.0)[None, :]
-            dtype: tl.constexpr = tl.bfloat16 if FP8 and queries.dtype == tl.float16 else queries.dtype
-            values = values.to(dtype)
-            if SUMMARY:
-                values = tl.where(shown[:, None], values, 0.0)
-            # bfloat16 holds every fp8 code, and weights times scales that are too small for float16.
-            acc = tl.dot(weights.to(dtype), values, acc, input_precision="ieee")
+            acc = _add_values(weights, kv_scales, rows, valid, shown, kv, acc, queries.dtype, HEAD_DIM, FP8, SUMMARY)
     if PAIRED:
         acc = tl.interleave(acc, odd)
     return largest, total, acc
