@@ -103,11 +103,10 @@ def _add_values(
         scales = tl.load(kv_scales + rows, mask=valid, other=0.0).to(tl.float32)
         weights *= tl.where(shown, scales, 0.0)[None, :]
     # bfloat16 holds every fp8 code, and weights times scales that are too small for float16.
-    dtype: tl.constexpr = tl.bfloat16 if FP8 and query_dtype == tl.float16 else query_dtype
-    values = values.to(dtype)
+    values = values.to(tl.bfloat16 if FP8 and query_dtype == tl.float16 else query_dtype)
     if SUMMARY:
         values = tl.where(shown[:, None], values, 0.0)
-    return tl.dot(weights.to(dtype), values, acc, input_precision="ieee")
+    return tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
 
 
 @triton.jit
