@@ -298,3 +298,8 @@ def test_a_loaded_server_leaves_its_modules_out_of_collections() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_the_line_of_costs_counts_no_second_twice() -> None:
+    costs = three_costs(Costs(thinking_tokens=9, queue_s=1.0, thinking_s=2.0, device_s=2.5))
+    assert ask._cost_line(ask.Piece(costs=costs)).endswith(" of KV, 3.0 s")

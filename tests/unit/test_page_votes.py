@@ -47,6 +47,7 @@ class Voting(ScriptedEngine):
         await asyncio.to_thread(self.settled.wait, 20)
         async for output in self.generate(question.prompt, question.sampling, question.thinking):
             output.outcome = replace(states[-1], answer="7", rule="beta", sample=0)
+            output.costs = Costs(thinking_tokens=9, queue_s=1.0, thinking_s=2.0, answer_s=1.0, device_s=3.0)
             yield output
 
 
@@ -70,6 +71,10 @@ def test_votes_form_while_they_come(browser: Browser) -> None:
         engine.settled.set()
         page.locator("#go:enabled").wait_for()
         assert page.inner_text("#vote-note").endswith("settled: the leader is sure enough")
+        assert page.inner_text("#cost-time").replace("\n", " ").startswith("time 4.0 s queue 1.0 s"), (
+            "device_s is part of it"
+        )
+        assert page.inner_text("#thinking-sum").startswith("1 token thought"), "the pane shows one sample"
         assert page.locator("#votes .won span").all_inner_texts() == ["7"] and page.inner_text("#answer") == "7"
 
 

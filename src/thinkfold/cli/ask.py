@@ -135,6 +135,7 @@ def _clamp_line(clamp: dict[str, Any]) -> str:
 def _cost_line(piece: Piece) -> str:
     costs = piece.costs or {}
     count, kv = costs["tokens"], costs["kv"]
+    passed = sum(seconds for name, seconds in costs["time"].items() if name != "device_s")  # which lies within the rest
     tokens = f"{count['prompt']} prompt ({count['cached']} cached)"
     notes = [f"ended: {piece.thinking_end}"] if piece.thinking_end else []
     compacted = ((costs.get(f"{kind}_tokens"), kind) for kind in ("folded", "quantised"))
@@ -142,7 +143,7 @@ def _cost_line(piece: Piece) -> str:
     thinking = f"{count['thinking']} thinking" + (f" ({', '.join(notes)})" if notes else "")
     return (
         f"{tokens} + {thinking} + {count['answer']} answer tokens, "
-        f"{kv['byte_seconds'] / 1e6:.1f} MB·s of KV, {sum(costs['time'].values()):.1f} s"
+        f"{kv['byte_seconds'] / 1e6:.1f} MB·s of KV, {passed:.1f} s"
     )
 
 

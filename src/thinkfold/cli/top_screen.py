@@ -27,6 +27,7 @@ COLOURS = {
     "host": "#46b8cc",
 }
 RUNGS = {
+    "pin": "pinned prefixes given up",
     "probe": "probes dropped",
     "swap_parked": "paused requests moved to the host",
     "offload": "thinking of answers moved to the host",

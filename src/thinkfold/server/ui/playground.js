@@ -224,7 +224,7 @@ export class Playground {
 
   #cost(usage, policy) {
     const { tokens, kv, time } = usage.thinkfold;
-    if (tokens.thinking) this.thinking.tokens = tokens.thinking; // without the markers
+    if (tokens.thinking && !this.run.vote) this.thinking.tokens = tokens.thinking; // without the markers; a vote counts all samples
     const some = (list) => list.filter(([, number]) => number > 0);
     const told = (list, show) => list.map(([term, number, name]) => [term, show(number), name]);
     const made = tokens.prompt + tokens.thinking + tokens.answer;
@@ -233,8 +233,9 @@ export class Playground {
     rows(byId("cost-memory"), [["KV × time", `${bytes(kv.byte_seconds)}·s`, "sum"], ["peak", plural(kv.peak_entries, "entry", "entries")],
       ...told(some([["folds", usage.thinkfold.folds], ["refused folds", usage.thinkfold.folds_refused], ["folded tokens", usage.thinkfold.folded_tokens], ["preemptions", kv.preemptions]]), count),
       ...told(some([["swapped", kv.swapped_bytes]]), bytes)]);
-    const total = Object.values(time).reduce((sum, each) => sum + each, 0);
-    rows(byId("cost-time"), told([["time", total, "sum"], ["queue", time.queue_s], ["prefill", time.prefill_s], ["thinking", time.thinking_s], ["answer", time.answer_s], ...some([["paused", time.paused_s]])], seconds));
+    const { device_s: device, ...phases } = time; // its part of the device's time lies within the phases
+    const total = Object.values(phases).reduce((sum, each) => sum + each, 0);
+    rows(byId("cost-time"), told([["time", total, "sum"], ["queue", time.queue_s], ["prefill", time.prefill_s], ["thinking", time.thinking_s], ["answer", time.answer_s], ...some([["paused", time.paused_s], ["of it the device's", device]])], seconds));
     const { ended } = this.run;
     const budget = policy?.thinking.budget;
     put(byId("cost-note"), policy?.thinking.enabled ? `Budget: ${budget === null ? "no limit" : `${count(budget)} tokens`}` : "Without thinking");
