@@ -74,7 +74,7 @@ def test_votes_form_while_they_come(browser: Browser) -> None:
         assert page.inner_text("#cost-time").replace("\n", " ").startswith("time 4.0 s queue 1.0 s"), (
             "device_s is part of it"
         )
-        assert page.inner_text("#thinking-sum").startswith("1 token thought"), "the pane shows one sample"
+        assert page.inner_text("#thinking-sum").startswith("2 tokens thought"), "the pane shows one sample"
         assert page.locator("#votes .won span").all_inner_texts() == ["7"] and page.inner_text("#answer") == "7"
 
 
