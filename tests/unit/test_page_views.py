@@ -353,3 +353,34 @@ def test_maths_become_mathml(modules: Page, source: str, shape: str | None) -> N
         source,
     )
     assert found == shape
+
+
+def test_events_are_the_same_however_a_stream_is_cut(modules: Page) -> None:
+    wanted = [
+        {"name": "", "data": {"a": "👩‍👩‍👧 \n\n é\u2028"}},
+        {"name": "thinkfold.fold", "data": {"fold": [1, None]}},
+    ]
+    lines = [json.dumps(each["data"], ensure_ascii=False) for each in wanted]
+    text = (
+        f": keep-alive\n\ndata: {lines[0]}\n\nevent: thinkfold.fold\ndata: {lines[1]}\n\ndata: [DONE]\n\ndata: no\n\n"
+    )
+    found = modules.evaluate(
+        """async (text) => {
+          const { events } = await import('/ui/api.js');
+          const bytes = new TextEncoder().encode(text);
+          const read = async (size) => {
+            const body = new ReadableStream({
+              start(to) {
+                for (let at = 0; at < bytes.length; at += size) to.enqueue(bytes.slice(at, at + size));
+                to.close();
+              },
+            });
+            const told = [];
+            for await (const each of events(new Response(body))) told.push(each);
+            return told;
+          };
+          return Promise.all(Array.from({ length: bytes.length }, (_, i) => read(i + 1)));
+        }""",
+        text,
+    )
+    assert len(found) == len(text.encode()) and all(told == wanted for told in found)

@@ -1,0 +1,80 @@
+"""Programs, bodies and files that pages show run, or are read, as they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinkfold.server.access.keys import load_keys
+from thinkfold.server.chat import ChatRequest
+from thinkfold.server.prefixes import PrefixRequest
+from thinkfold.types import Prices
+from thinkfold.types.limits import Clamp
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+TOLD = {  # what a program of docs/control.md prints; samples are drawn, so numbers may differ
+    "Equality": r"\[\('\\\\frac\{1\}\{2\}', 2, 'number'\), \('3', 1, 'canonical'\)\]",
+    "parse_control": r"(natural|consistency) \d+",
+    "VoteParams": r"(?s).+ \w+ \[\('.+', \d+\).*\]",
+    "BestOfParams": r"\w+ \[\(0, .+, 0\.\d+\).*\]",
+    "SearchParams": r"(?s).+ \w+ \d+ \d+",
+}
+
+
+@pytest.mark.parametrize("word", TOLD)
+def test_the_programs_of_control_run(word: str) -> None:
+    (program,) = [block for block in blocks("control.md", "python") if re.search(rf"\b{word}\b", block)]
+    out, names = io.StringIO(), dict[str, Any]()
+    with contextlib.redirect_stdout(out):
+        exec(compile(program, "control.md", "exec"), names)
+    assert re.fullmatch(TOLD[word], out.getvalue().strip()), out.getvalue()
+
+
+def test_every_program_of_control_is_among_them() -> None:
+    assert len(blocks("control.md", "python")) == len(TOLD)
+
+
+def test_bodies_and_files_are_read() -> None:
+    lines = [line for page in ("api.md", "control.md") for block in blocks(page, "json") for line in block.splitlines()]
+    read = []
+    for fields in map(json.loads, lines):
+        if "early_stop" in fields or "thinkfold" in fields:
+            body = ChatRequest.model_validate_json(json.dumps({"messages": [], **fields}))
+            assert (control := body.control_params()) is not None and control.asks
+            read.append("control")
+        elif "granted" in fields:
+            read.append(Clamp(**fields).by)
+        elif "name" in fields:
+            PrefixRequest.model_validate_json(json.dumps(fields)).check()
+            read.append("prefix")
+        else:  # what a verifier is asked and answers: tests of it speak the same
+            assert fields.keys() in ({"question", "items"}, {"scores"})
+            read.append("verifier")
+    assert sorted(read) == ["control"] * 3 + ["max_tokens", "prefix"] + ["verifier"] * 2
+
+
+def test_the_files_of_operations_are_read(tmp_path: Path) -> None:
+    keys, prices = blocks("operations.md", "toml")
+    file = tmp_path / "keys.toml"
+    file.write_text(
+        keys.replace("<64 hexadecimal digits>", "0" * 64, 1).replace("<64 hexadecimal digits>", "1" * 64, 1)
+    )
+    table = load_keys(str(file), {})
+    assert table is not None and [(key.name, key.owner, key.admin) for key in table.keys] == [
+        ("ann", "search-team", False),
+        ("operator", "operator", True),
+    ]
+    assert Prices(**tomllib.loads(prices)["prices"]).thinking == 1.0
