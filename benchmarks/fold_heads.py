@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, pad
+from torch.nn.functional import kl_div
 
 from thinkfold.attention.fp8 import dequantise, quantise
+from thinkfold.attention.int4 import Layout as Layout4
 from thinkfold.cli import rows
 from thinkfold.cli.capture import Tape, read, use_tape
 from thinkfold.cli.prose import CALIBRATION, JUDGED, load_smollm2, read_ids
@@ -37,16 +38,16 @@ from thinkfold.fold.compaction import uniform_budget as uniform
 from thinkfold.fold.record import Record
 from thinkfold.fold.segments import Entries, Segments, raw_entries
 from thinkfold.fold.selector import Selector
+from thinkfold.runner.folder import in_blocks
 
 HEAD_BLOCK = 16
 AHEAD = (512, 1536)  # how far past queries are rotated ahead of the present
 WHOLE = 64  # the ratio at which all stretches are one
 RATIOS = (2, 4, 8, 16, WHOLE)
-BITS_GROUP = 32
 STORES: dict[str, Callable[[int], float]] = {  # bytes of a number in a head of so many channels, scales included
     "model": lambda dim: 2.0,
     "fp8": lambda dim: 1.0 + 2.0 / dim,
-    "int4": lambda dim: 0.5 + 4.0 / BITS_GROUP,
+    "int4": lambda dim: Layout4.of(HEAD_BLOCK, dim).block_bytes / (2 * HEAD_BLOCK * dim),
 }
 
 
@@ -161,28 +162,15 @@ def summaries_of(text: Text, arm: Arm, budget: Tensor) -> list[Entries]:
 
 
 def stored(entries: Entries, store: str) -> Entries:
-    """Entries as they read back from fp8 with a scale each, or from 4 bits as KIVI has it (arXiv 2402.02750): keys by
-    channel over 32 entries, values by entry over 32 channels, both between their least and largest number."""
+    """Entries `[L, H, E, D]` as they read back from fp8 with a scale each, or from the engine's int4 blocks."""
     if store == "fp8":
         keys, values = (dequantise(*quantise(rows), rows.dtype) for rows in (entries.keys, entries.values))
         return replace(entries, keys=keys, values=values)
     if store == "int4":
-        present = entries.bias.isfinite().unsqueeze(-1).expand_as(entries.keys)
-        keys = four_bits(entries.keys.mT, present.mT).mT
-        return replace(entries, keys=keys, values=four_bits(entries.values, present))
+        whole = Entries(entries.keys[None], entries.values[None], entries.bias[None])
+        _, back = in_blocks(whole, Layout4.of(HEAD_BLOCK, entries.keys.shape[-1]))
+        return Entries(back.keys[0], back.values[0], back.bias[0])
     return entries
-
-
-def four_bits(rows: Tensor, present: Tensor) -> Tensor:
-    """Numbers of 32 neighbours in 15 steps from the least to the largest that is present, both kept as fp16."""
-    width = rows.shape[-1]
-    short = -width % BITS_GROUP
-    groups, there = (pad(part, (0, short)).unflatten(-1, (-1, BITS_GROUP)) for part in (rows, present))
-    low = groups.masked_fill(~there, torch.inf).amin(-1, keepdim=True).half().float()
-    high = groups.masked_fill(~there, -torch.inf).amax(-1, keepdim=True)
-    step = ((high - low) / 15).half().float().clamp(min=1e-7)
-    codes = ((groups - low) / step).round().clamp(0, 15)
-    return (low + codes * step).where(there, 0.0).flatten(-2)[..., :width]
 
 
 def memory_of(text: Text, summaries: Sequence[Entries] | None, layout: Layout) -> list[Entries]:

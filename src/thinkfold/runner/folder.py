@@ -78,7 +78,7 @@ class Folder:
         kept = counts if summary.pooled is not None or summary.indices.shape[-1] else [0] * len(counts)
         packed, entries = None, summary.entries(keys[None], values[None])
         if self._storage.layout is not None:
-            packed, entries = _packed(entries, self._storage.layout)
+            packed, entries = in_blocks(entries, self._storage.layout)
         self._prepared[work.fold_id] = _Prepared(summary, kept, packed)
         return gate.estimate(judged_by, entries)[0]
 
@@ -191,10 +191,10 @@ class Folder:
         return rows[None], lses[None]
 
 
-def _packed(entries: Entries, layout: int4.Layout) -> tuple[Tensor, Entries]:
-    """Entries of one fold as int4 blocks by head, those that are there first, and as they read back.
+def in_blocks(entries: Entries, layout: int4.Layout) -> tuple[Tensor, Entries]:
+    """Entries of one fold as int4 blocks `[L * Hkv, n, block_bytes]`, and as they read back: present ones first.
 
-    Each head has as many entries as fill its blocks.
+    In each head those fill whole blocks; behind them stand empty ones where another head has more.
     """
     size, absent = layout.page_size, entries.bias[0].flatten(0, 1) == -torch.inf  # [L * Hkv, E]
     order = absent.byte().argsort(dim=-1, stable=True)
