@@ -3,7 +3,9 @@
 Greedy answers to problems of a suite are read again token for token (teacher-forced) while segments are cut, judged and
 folded at the positions at which the engine does it, and compared with the same reading under full KV: loss in nats a
 token, KL, share of tokens whose greedy choice changes, and entries held as a share of the output. Nothing is sampled,
-so an arm costs one reading; whether answers stay right is another question. With `--model smollm2` see fold_heads.py.
+so an arm costs one reading; whether answers stay right is another question. With `--storage int4` every arm is read
+again with as many entries as fill the same bytes in 4 bits instead of 16, and once with all of every segment kept so.
+With `--model smollm2` see fold_heads.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from tqdm import tqdm
 
+from thinkfold.attention.int4 import Layout, page_blocks
 from thinkfold.cli import bench, rows
 from thinkfold.cli.capture import Tape, use_tape
 from thinkfold.cli.evaluation import suite_questions
@@ -39,7 +42,7 @@ from thinkfold.fold.planner import FoldPlanner
 from thinkfold.fold.segments import Entries, Segments, Summary, raw_entries
 from thinkfold.fold.spans import Span
 from thinkfold.pebble import SUITES, pebble_path
-from thinkfold.runner.folder import AHEAD, HELD_OUT
+from thinkfold.runner.folder import AHEAD, HELD_OUT, in_blocks
 from thinkfold.runner.query_store import QueryStore
 from thinkfold.scheduler.output import BatchRow
 from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
@@ -47,23 +50,27 @@ from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
 PAGE_SIZE = 16
 OFFSET = 900_004  # number of the first problem, far from those of any eval and of the shipped budget table
 ENTRIES = (8, 16, 32)
+WHOLE = "all"  # in the place of a selector: everything stays, in 4 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to fold: `gate` is the largest error that a fold may have, `late` waits for what follows a segment."""
+    """One way to fold: `gate` is the largest error that a fold may have, `late` waits for what follows a segment.
+
+    `int4`: what it keeps is kept in 4 bits, and `entries` are the memory of so many in 16.
+    """
 
     selector: str
     late: bool
     entries: int
     gate: float = 1.0
+    int4: bool = False
 
     @property
     def case(self) -> str:
         """As rows name it."""
-        return (
-            f"{self.selector}/{'late' if self.late else 'now'}/{self.entries}/{'gate' if self.gate < 1 else 'nogate'}"
-        )
+        words = [self.selector, "late" if self.late else "now", str(self.entries)]
+        return "/".join([*words, "gate" if self.gate < 1 else "nogate", *["int4"] * self.int4])
 
     def planner(self, profile: str, prompt_tokens: int) -> FoldPlanner:
         """What says when the engine would fold: at once, or after the profile's delay."""
@@ -83,11 +90,13 @@ class Memory:
     queries: Tensor  # [L, H, group, N, D]
     raw: Tensor  # [N], whether the position is held raw
     summaries: list[Entries] = field(default_factory=list)  # [L, H, E, D]
+    share: float = 1.0  # of a raw entry's memory that one of a summary takes
 
     @property
     def summary_entries(self) -> float:
-        """Entries a head, mean over layers and heads."""
-        return sum(float(s.bias.isfinite().sum()) for s in self.summaries) / self.keys[:, :, 0, 0].numel()
+        """Raw entries a head that would take the summaries' memory, mean over layers and heads."""
+        entries = sum(float(s.bias.isfinite().sum()) for s in self.summaries)
+        return self.share * entries / self.keys[:, :, 0, 0].numel()
 
     def held(self, stop: int) -> Entries:
         """What a token at `stop` sees of the past, `[L, H, E, D]`."""
@@ -119,12 +128,12 @@ class Reader:
     def read(self, trace: Trace, ends: Sequence[int], answer_start: int | None, arm: Arm | None) -> Reading:
         """One reading; None keeps everything. `ends` and `answer_start` as `cuts` gives them."""
         ids, prompt = torch.tensor(trace.prompt + trace.output), len(trace.prompt)
-        memory, last = self.memory(len(ids)), len(ids) - 1
+        memory, last = self.memory(len(ids), int4=arm is not None and arm.int4), len(ids) - 1
         planner = arm.planner(self.profile, prompt) if arm else None
         position, peak, total = 0, 0.0, 0.0
         logprobs: list[Tensor] = []
         errors: list[float] = []
-        prepared: list[tuple[Span, Summary, float]] = []
+        prepared: list[tuple[Span, Entries, float]] = []
         while position < last:
             stop = last
             if planner:
@@ -140,13 +149,25 @@ class Reader:
             position = stop
         return Reading(torch.cat(logprobs), peak, total / max(1, last - prompt), errors)
 
-    def memory(self, tokens: int) -> Memory:
+    def memory(self, tokens: int, *, int4: bool = False) -> Memory:
         """Room for so many tokens, none of them read."""
         config = self.model.config
         shape = (config.num_hidden_layers, config.num_key_value_heads)
         group, dim = config.num_attention_heads // shape[1], config.head_dim
         keys, values = torch.zeros(2, *shape, tokens, dim)
-        return Memory(keys, values, torch.zeros(*shape, group, tokens, dim), torch.ones(tokens, dtype=torch.bool))
+        queries, share = (
+            torch.zeros(*shape, group, tokens, dim),
+            shape[0] * shape[1] / self.page_blocks if int4 else 1.0,
+        )
+        return Memory(keys, values, queries, torch.ones(tokens, dtype=torch.bool), share=share)
+
+    @property
+    def page_blocks(self) -> int:
+        """int4 blocks in the bytes of a page of 16-bit numbers."""
+        config = self.model.config
+        return page_blocks(
+            config.num_hidden_layers, config.num_key_value_heads, PAGE_SIZE, config.head_dim, torch.bfloat16
+        )
 
     def forward(self, memory: Memory, ids: Tensor, start: int, stop: int, *, keep: bool = True) -> Tensor:
         """Log-probabilities `[stop - start, vocabulary]` behind tokens that see what `memory` holds; `keep` theirs."""
@@ -167,7 +188,7 @@ class Reader:
         planner: FoldPlanner,
         memory: Memory,
         position: int,
-        prepared: list[tuple[Span, Summary, float]],
+        prepared: list[tuple[Span, Entries, float]],
         errors: list[float],
         arm: Arm | None,
         ends: Sequence[int],
@@ -175,19 +196,21 @@ class Reader:
         """Commit and prepare what is due before the token at `position`, as the engine does."""
         assert arm is not None
         while planner.to_commit(position) is not None:
-            span, summary, error = prepared.pop(0)
+            span, folded, error = prepared.pop(0)
             errors.append(error)
             if error > arm.gate:
                 planner.give_up(span)
                 continue
             raw = slice(span.start, span.end)
-            folded = summary.entries(memory.keys[None, :, :, raw], memory.values[None, :, :, raw])
             memory.summaries.append(Entries(folded.keys[0], folded.values[0], folded.bias[0]))
             memory.raw[raw] = False
             planner.remove(span)
         while (span := planner.to_prepare(position)) is not None:
             summary, judged_by = self.summarise(memory, span, position, planner.num_prompt_tokens, arm, ends)
-            prepared.append((span, summary, float(gate.estimate(judged_by, summary))))
+            folded = summary.entries(judged_by.keys, judged_by.values)
+            if arm.int4:
+                folded = in_blocks(folded, Layout.of(PAGE_SIZE, memory.keys.shape[-1]))[1]
+            prepared.append((span, folded, float(gate.estimate(judged_by, folded))))
             planner.prepare(span, position)
 
     def summarise(
@@ -198,7 +221,10 @@ class Reader:
         chosen_by, judged_by = judges(memory, span, now, prompt, inv_freq)
         inside = range(span.start, span.end + PAGE_SIZE)  # a segment ends within a page behind its span
         chosen_by = replace(chosen_by, ends=tuple(end - span.start for end in ends if end in inside))
-        counts = self.budgets.counts(arm.entries, span.tokens, PAGE_SIZE)
+        if arm.selector == WHOLE:
+            return Summary(torch.arange(span.tokens).expand(1, *memory.keys.shape[:2], -1)), judged_by
+        budgets = replace(self.budgets, page_blocks=self.page_blocks) if arm.int4 else self.budgets
+        counts = budgets.counts(arm.entries, span.tokens, PAGE_SIZE)
         options = self.budgets.options(arm.selector) | (self.options if arm.selector == OWN else {})
         selector = selectors.create(arm.selector, **options)
         return selector.select(chosen_by, torch.tensor(counts).view(memory.keys.shape[:2])), judged_by
@@ -256,13 +282,18 @@ def compare(full: Reading, folded: Reading, output: Sequence[int]) -> dict[str, 
     }
 
 
-def all_arms(names: Sequence[str], entries: Sequence[int], times: Sequence[str], limit: float | None) -> list[Arm]:
-    """Every selector at every time and size (`drop` at none), and with `limit` again under the gate."""
+def all_arms(
+    names: Sequence[str], entries: Sequence[int], times: Sequence[str], limit: float | None, *, int4: bool = False
+) -> list[Arm]:
+    """Every selector at every time and size (`drop` at none), with `int4` again in 4 bits and once with everything,
+    and with `limit` again under the gate."""
     arms = []
     for name, time_, size in product(names, times, entries):
         arm = Arm(name, time_ == "late", 0 if name == "drop" else size)
-        arms += [arm] if limit is None else [arm, replace(arm, gate=limit)]
-    return list(dict.fromkeys(arms))
+        arms += [arm] if not int4 or name == "drop" else [arm, replace(arm, int4=True)]
+    arms += [Arm(WHOLE, time_ == "late", 0, int4=True) for time_ in times if int4]
+    gated = [[arm] if limit is None else [arm, replace(arm, gate=limit)] for arm in arms]
+    return list(dict.fromkeys(chain.from_iterable(gated)))
 
 
 def measure(
@@ -291,7 +322,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     traces = take_traces(args)
     reader = pebble_reader(args)
     started = time.perf_counter()
-    for arm, found in measure(reader, traces, all_arms(args.selector, args.entries, args.time, args.gate)):
+    arms = all_arms(args.selector, args.entries, args.time, args.gate, int4=args.storage == "int4")
+    for arm, found in measure(reader, traces, arms):
         metrics = {"n": len(found), **{name: fmean(one[name] for one in found) for name in found[0]}}
         versions = {"profile": args.profile, "table": "calibrated" if reader.budgets.calibrated else "uniform"}
         row = rows.make_row("fold", f"{args.suite}/{arm.case}", metrics, seed=args.offset, extra_versions=versions)
@@ -338,6 +370,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--entries", nargs="+", type=int, default=ENTRIES, metavar="N", help="a head, on average")
     parser.add_argument("--time", nargs="+", choices=["late", "now"], default=["late", "now"])
     parser.add_argument("--gate", type=float, help="run every arm again, folding only below this estimated error")
+    parser.add_argument("--storage", choices=["model", "int4"], default="model", help="int4: every arm in 4 bits, too")
     parser.add_argument("--profile", choices=list(FOLD_PROFILES), default="pebble")
     parser.add_argument("--table", type=Path, help="another budget table than Pebble's own")
     parser.add_argument("--uniform", action="store_true", help="the same budget for every head")

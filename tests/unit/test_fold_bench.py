@@ -120,3 +120,21 @@ def test_cases_are_named_as_the_rows_are() -> None:
     assert cases[:4] == ["drop/late/0/nogate", "drop/late/0/gate", "drop/now/0/nogate", "drop/now/0/gate"]
     assert cases[4:6] == ["ema/late/8/nogate", "ema/late/8/gate"]
     assert len(cases) == len(set(cases)) == 4 + 8
+
+
+def test_four_bits_keep_more_in_the_same_memory(reader: Any, trace: Trace) -> None:
+    """All of a segment costs little and takes a third; a fold has as many entries as fill the bytes it is asked for."""
+    full = read(reader, trace, None)
+    whole, plain, four = (
+        read(reader, trace, arm)
+        for arm in (
+            fold.Arm(fold.WHOLE, True, 0, int4=True),
+            fold.Arm("streaming", True, 16),
+            fold.Arm("streaming", True, 16, int4=True),
+        )
+    )
+    assert 0.0 < whole.errors[0] < four.errors[0] < plain.errors[0]
+    assert 0.0 < (whole.logprobs - full.logprobs).abs().mean() < (four.logprobs - full.logprobs).abs().mean()
+    assert four.mean <= plain.mean < whole.mean < full.mean
+    cases = [arm.case for arm in fold.all_arms(["drop", "ema"], [8], ["late"], None, int4=True)]
+    assert cases == ["drop/late/0/nogate", "ema/late/8/nogate", "ema/late/8/nogate/int4", "all/late/0/nogate/int4"]
