@@ -63,9 +63,9 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     return loader.load(config_of(folder))
 
 
-def build(folder: Path, loaded: LoadedModel, compiler: Any = None) -> ModelRunner:
+def build(folder: Path, loaded: LoadedModel, compiler: Any = None, **config: Any) -> ModelRunner:
     options: dict[str, Any] = {"loaded": loaded, "batch_invariant": False}
-    return ModelRunner(config_of(folder), **options, capture=Repeats(), compiler=compiler)
+    return ModelRunner(config_of(folder, **config), **options, capture=Repeats(), compiler=compiler)
 
 
 def run(runner: ModelRunner, *rows: BatchRow) -> StepResult:
@@ -104,6 +104,17 @@ def test_one_compile_serves_every_step(folder: Path, loaded: LoadedModel) -> Non
         same(mine, other)
     assert backend.compiles == 1
     assert backend.products == 4 * compiled.num_layers + 1  # of seven in a layer, and the logits
+
+
+@pytest.mark.usefixtures("loaded")
+def test_one_compile_serves_summaries_in_four_bits(folder: Path) -> None:
+    backend, options = Counts(), {"fold_storage": "int4"}
+    loaded = loader.load(config_of(folder, **options))
+    compiled, plain = build(folder, loaded, backend, **options), build(folder, loaded, **options)
+    for mine, other in zip(drive(compiled), drive(plain), strict=True):
+        same(mine, other)
+    assert backend.compiles == 1 and compiled.graphs is not None and compiled.graphs.replays > 40
+    compiled.graphs.check_integrity()
 
 
 def broken(*_: Any) -> Any:

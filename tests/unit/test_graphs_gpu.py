@@ -24,11 +24,12 @@ def pair(tmp_path: Path, **changes: Any) -> tuple[ModelRunner, ModelRunner]:
     return build(tmp_path, **options), build(tmp_path, **options, enforce_eager=True)
 
 
+@pytest.mark.parametrize("storage", ["model", "int4"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("selector", ["drop", "conclusion_attention", "kmeans"])
-def test_folded_branches_equal_eager_ones(tmp_path: Path, selector: str, dtype: str) -> None:
+def test_folded_branches_equal_eager_ones(tmp_path: Path, selector: str, dtype: str, storage: str) -> None:
     told = []
-    for runner in pair(tmp_path, kv_cache_dtype=dtype):
+    for runner in pair(tmp_path, kv_cache_dtype=dtype, fold_storage=storage):
         one: Branch = branch(runner)
         made = runner.graphs.captures if runner.graphs is not None else 0
         results = feed(one, 90, lambda: 30)

@@ -30,15 +30,19 @@ def test_case_43_holds_on_a_gpu(tmp_path: Path, selector: str) -> None:
     assert (error > 0.01) == (selector == "drop")
 
 
+@pytest.mark.parametrize("storage", ["model", "int4"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("selector", ["conclusion_attention", "kmeans"])
-def test_a_fold_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, selector: str, dtype: str) -> None:
+def test_a_fold_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, selector: str, dtype: str, storage: str) -> None:
     outcomes: list[tuple[float, float]] = []
     for device in ("cpu", "cuda"):
-        runner = build(tmp_path, device=device, dtype="float32", kv_cache_dtype=dtype)
+        options = {"kv_cache_dtype": dtype, "fold_storage": storage, "swap_space_bytes": 1 << 21}
+        runner = build(tmp_path, device=device, dtype="float32", **options)
         one = branch(runner)
         feed(one, 140)
         _, error = fold(one, 1, 8, selector, 12)
+        if storage == "int4":
+            swap(one, Places(runner, 8, 4, host=True), slot=5)
         results = feed(one, 20)
         outcomes.append((error, results[max(results)].stats[-1].logprob))
     (cpu_error, cpu_logprob), (gpu_error, gpu_logprob) = outcomes
