@@ -58,12 +58,14 @@ async def test_the_document_says_who_may_call_and_needs_a_key_itself() -> None:
     async with guarded(Access(TABLE)) as client:
         assert (await client.get("/openapi.json")).status_code == 401
         document = (await client.get("/openapi.json", headers=bearer(ADMIN))).json()
+        refused = await client.delete("/admin/tenants/t", headers=bearer(ADMIN))
     assert document["security"] == [{"bearer": []}, {"key": []}]
     paths = document["paths"]
     assert paths["/health"]["get"]["security"] == paths["/"]["get"]["security"] == []
     assert "401" not in paths["/health"]["get"]["responses"]
     models, keys = paths["/v1/models"]["get"], paths["/admin/keys"]["get"]
     assert "security" not in models and {"401", "503"} <= models["responses"].keys()
+    assert str(refused.status_code) in paths["/admin/tenants/{tenant}"]["delete"]["responses"]
     assert {"401", "403"} <= keys["responses"].keys() and "403" not in models["responses"]
 
 

@@ -30,7 +30,7 @@ async def delete(request: Request) -> Forgotten:
     return await forget(state_of(request), tenant_of(request))
 
 
-@router.delete("/admin/tenants/{tenant}", responses=statuses(409))
+@router.delete("/admin/tenants/{tenant}", responses=statuses(400, 409, 500, 503))
 async def delete_any(request: Request, tenant: str) -> Forgotten:
     """Forget all that is kept for a tenant."""
     return await forget(state_of(request), tenant)
