@@ -186,3 +186,26 @@ def test_case_45_a_client_that_leaves_frees_everything(
             break
         gone.wait(0.05)
     assert empty()
+
+
+def test_a_vote_asks_its_last_question_and_nonsense_changes_nothing(client: httpx.Client, served: Served) -> None:
+    """Pebble answers what it does not know in one of several sentences, and the call about them too."""
+    wish = {"messages": [{"role": "user", "content": "Tell me about roses."}], "temperature": 1.0, "max_tokens": 60}
+    vote = {"n": 4, "mode": "all", "stop": "exact"}
+    plain = ask(client, **wish, vote=vote).json()
+    asked = ask(client, **wish, vote={**vote, "equality": "call"}).json()
+    classes = plain["thinkfold"]["vote"]["classes"]
+    assert len(classes) > 1 and {one["rung"] for one in classes} == {"canonical"}, "there is something to ask about"
+    assert asked["thinkfold"]["vote"] == plain["thinkfold"]["vote"]
+    assert asked["choices"][0]["message"] == plain["choices"][0]["message"]
+    costs, before = (body["usage"]["thinkfold"]["tokens"] for body in (asked, plain))
+    assert before["probe"] == 0 and costs["probe"] > 100, "the prompt of the call and its reply"
+    assert (costs["thinking"], costs["answer"]) == (before["thinking"], before["answer"])
+    assert asked["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert held(served) == 0
+
+
+@pytest.mark.parametrize("equality", ["embedding", True, 3, ["call"]])
+def test_an_equality_that_is_not_there_is_refused(equality: Any, client: httpx.Client) -> None:
+    answer = ask(client, vote={"equality": equality})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "vote.equality", answer.text

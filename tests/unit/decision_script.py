@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from scripted import language
 
 from thinkfold.control.rule import Probed
+from thinkfold.engine.last_call import LastCall
 from thinkfold.engine.samples import Question
 from thinkfold.engine.steering import Steersman
+from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import (
     Boundary,
     CompletionOutput,
@@ -96,6 +98,12 @@ class Looks(Steersman):
     async def look(self, name, choice, action, at):
         self.asked += 1
         return Probed(at, self.answer, -0.1, 20)
+
+
+def last_call() -> LastCall:
+    """Asks in the words of the embedded reasoner."""
+    tokenizer, _, family = language()
+    return LastCall(PromptRenderer(tokenizer, normalize=False), family)
 
 
 def boxed(*answers: int) -> list[str]:

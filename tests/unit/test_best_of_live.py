@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from decision_script import ASKED, Looks, Replies, boxed
+from decision_script import ASKED, Looks, Replies, boxed, last_call
 
 from thinkfold.engine.decisions import Decisions
 from thinkfold.errors import EngineDeadError, ParameterError
@@ -16,7 +16,7 @@ from thinkfold.types import BestOfParams, BestOfState, Judged, RequestOutput
 
 
 def run(engine: Replies, how: BestOfParams) -> Any:
-    return Decisions(engine, Looks()).run(ASKED, how)  # type: ignore[arg-type]
+    return Decisions(engine, Looks(), last_call()).run(ASKED, how)  # type: ignore[arg-type]
 
 
 async def best_of(engine: Replies, how: BestOfParams) -> list[RequestOutput]:

@@ -18,7 +18,6 @@ from thinkfold.config import EngineConfig
 from thinkfold.control.canonical import Kind, form_of
 from thinkfold.control.embedding import EmbeddingError, UrlEmbedder, configured_embedder, cosine, open_embedder
 from thinkfold.control.extract import extract
-from thinkfold.control.judge import prompt_for, read_groups
 from thinkfold.control.likeness import edit_ratio
 from thinkfold.control.numbers import read_number
 from thinkfold.control.symbolic import is_small
@@ -144,14 +143,6 @@ def test_edit_ratio_is_the_longest_common_subsequence() -> None:
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_edit_ratio_is_symmetric(a: str, b: str) -> None:
     assert edit_ratio(a, b) == edit_ratio(b, a)
-
-
-def test_the_last_calls_reply() -> None:
-    assert "2. b c" in prompt_for(["a", "b\nc"])
-    assert read_groups("Group: 1, 3\nGroup: 2", 4) == [[0, 2], [1], [3]]
-    assert read_groups("**Group A:** 2, 1", 2) == [[0, 1]]
-    for bad in ("no idea", "Group: 1, 9", "Group: 1\nGroup: 1, 2", "Group: 0, 1"):
-        assert read_groups(bad, 3) is None
 
 
 class Endpoint(BaseHTTPRequestHandler):

@@ -278,23 +278,6 @@ def test_likeness_never_joins_other_numbers_or_a_negation() -> None:
     assert relation.same("There are 12 apples in the big basket", "there are 12 apples in the big baskets")
 
 
-def test_the_last_call_joins_prose_but_never_two_exact_values() -> None:
-    asked: list[str] = []
-
-    def ask(prompt: str) -> str:
-        asked.append(prompt)
-        numbers = {line.partition(". ")[2]: line.partition(".")[0] for line in prompt.splitlines() if ". " in line}
-        return f"Group: {numbers['seven of them']}, {numbers['7']}\nGroup: {numbers['8']}"
-
-    relation = Equality(ask=ask)
-    found = relation.partition(["7", "seven of them", "8"])
-    assert [len(one.members) for one in found.classes] == [2, 1]
-    assert found.classes[0].rung is Rung.CALL and len(asked) == 1
-    everything = Equality(ask=lambda _: "Group: 1, 2, 3")
-    assert len(everything.partition(["7", "seven of them", "8"]).classes) == 3
-    assert len(Equality(ask=lambda _: "I cannot say").partition(["7", "seven"]).classes) == 2
-
-
 NUMBERS = ["1/2", "0.5", "0.50", "3", "3.0", "3 cm", "3 m", "1/3", "0.333333", "0.3333333", "33%", "0.33", "(B)", "B"]
 OTHERS = [
     "b",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decision_script import ASKED, Looks, Replies, boxed
+from decision_script import ASKED, Looks, Replies, boxed, last_call
 from scripted import OPEN_PROMPT, ids, loop, make_engine
 
 from thinkfold.config import EngineConfig
@@ -30,7 +30,7 @@ from thinkfold.types import (
 async def vote(engine: Replies, params: VoteParams, looks: Looks | None = None, **more) -> list[RequestOutput]:
     looks = looks or Looks()
     options = {"in_flight": False, **more}
-    return [output async for output in run_vote(Samples(engine, ASKED), params, looks, **options)]
+    return [output async for output in run_vote(Samples(engine, ASKED), params, looks, last_call(), **options)]
 
 
 async def test_a_settled_vote_starts_no_second_wave():
@@ -88,7 +88,7 @@ async def test_waves_share_one_deadline_and_one_cost():
     engine = Timed(boxed(7, 1, 7, 1, 7, 7, 7, 7))
     service = Service(deadline_ms=5000, max_cost=10.0, prices=Prices(gpu_second=0.0, prompt=1e6))
     samples = Samples(engine, replace(ASKED, service=service), lambda: now[0])
-    last = [one async for one in run_vote(samples, VoteParams(8), Looks(), in_flight=False)][-1]
+    last = [one async for one in run_vote(samples, VoteParams(8), Looks(), last_call(), in_flight=False)][-1]
     assert [(each.deadline_ms, each.max_cost) for each in engine.services] == [(5000, 10.0), (2000, 8.0)]
     assert (last.limits.deadline_ms, last.limits.max_cost) == (5000, 10.0), "as the client knows them"
 

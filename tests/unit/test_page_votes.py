@@ -35,7 +35,7 @@ class Voting(ScriptedEngine):
 
     async def decide(self, question: Question, how: Any) -> AsyncIterator[RequestOutput]:
         base = VoteState(how.n, 4, 4, 0, 0, 0)
-        seven, other = AnswerClass("7", 1, 1.0), AnswerClass("<b>8</b>", 1, 1.0)
+        seven, other = AnswerClass("7", 1, 1.0, "canonical"), AnswerClass("<b>8</b>", 1, 1.0, "canonical")
         states = [
             base,
             replace(base, running=2, finished=2, classes=(seven, other)),

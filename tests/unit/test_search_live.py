@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from decision_script import ASKED, POLICY, Looks
+from decision_script import ASKED, POLICY, Looks, last_call
 
 from thinkfold.engine.decisions import Decisions
 from thinkfold.engine.messages import EngineStats
@@ -150,7 +150,7 @@ def params(**more: Any) -> SearchParams:
 
 
 def run(engine: Forest, how: SearchParams, question: Any = ASKED, shared: Decisions | None = None) -> Any:
-    return (shared or Decisions(engine, Looks())).run(question, how)  # type: ignore[arg-type]
+    return (shared or Decisions(engine, Looks(), last_call())).run(question, how)  # type: ignore[arg-type]
 
 
 async def search(engine: Forest, how: SearchParams, question: Any = ASKED) -> list[RequestOutput]:
@@ -298,7 +298,7 @@ async def test_the_least_promising_part_pauses_while_memory_is_short():
 
 async def test_searches_wait_for_handles_instead_of_driving_out_each_other():
     engine, how = Forest(near("3120"), lambda text: len(text) == 4), params()
-    shared = Decisions(engine, Looks(), max_handles=2 * how.most_held)  # type: ignore[arg-type]
+    shared = Decisions(engine, Looks(), last_call(), max_handles=2 * how.most_held)  # type: ignore[arg-type]
 
     async def one(name: str) -> SearchState:
         outputs = [output async for output in run(engine, how, replace(ASKED, request_id=name), shared)]
@@ -306,7 +306,7 @@ async def test_searches_wait_for_handles_instead_of_driving_out_each_other():
 
     found = await asyncio.gather(*(one(f"q{number}") for number in range(5)))
     assert {each.answer for each in found} == {"3120"} and engine.peak <= 2 * how.most_held and engine.handles == {}
-    few = Decisions(engine, Looks(), max_handles=how.most_held - 1)  # type: ignore[arg-type]
+    few = Decisions(engine, Looks(), last_call(), max_handles=how.most_held - 1)  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match=r"search\.width: may hold 12 states, and the engine keeps 11 handles"):
         run(engine, how, ASKED, few)
 

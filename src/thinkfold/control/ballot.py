@@ -1,11 +1,13 @@
-"""Counting votes over classes of equal answers. Pure."""
+"""Counting votes over classes of equal answers, and what one call to a model may join of them. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from thinkfold.control.canonical import Kind, form_of
 from thinkfold.control.equality import Equality, Rung
+from thinkfold.control.judge import MAX_ANSWERS, prompt_for, read_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,11 @@ class VoteClass:
     @property
     def count(self) -> int:
         return len(self.members)
+
+    @property
+    def is_prose(self) -> bool:
+        """Whether its answers are no exact values, which only the call may join to another class."""
+        return form_of(self.answer).kind is Kind.TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +76,38 @@ def tally(answers: Sequence[str | None], weights: Sequence[float], equality: Equ
         )
         for one in found.classes
     ]
-    classes.sort(key=lambda one: (-one.weight, -one.count, one.members[0]))
-    return Tally(tuple(classes), sum(answer is None for answer in answers))
+    return Tally(_ordered(classes), sum(answer is None for answer in answers))
+
+
+def question(found: Tally) -> str | None:
+    """What a model is asked about the first classes, in one call; None where its reply could join none."""
+    asked = found.classes[:MAX_ANSWERS]
+    could_join = len(asked) > 1 and any(one.is_prose for one in asked)
+    return prompt_for([one.answer for one in asked]) if could_join else None
+
+
+def joined(found: Tally, reply: str) -> Tally:
+    """The classes with that call's reply: its groups are one class each, except where two exact values differ.
+
+    A reply that is no partition of what was asked changes nothing.
+    """
+    asked, others = found.classes[:MAX_ANSWERS], found.classes[MAX_ANSWERS:]
+    groups = read_groups(reply, len(asked))
+    if groups is None:
+        return found
+    classes = [one for group in groups for one in _as_one([asked[place] for place in group])]
+    return Tally(_ordered([*classes, *others]), found.abstained)
+
+
+def _as_one(same: Sequence[VoteClass]) -> Sequence[VoteClass]:
+    exact = [one for one in same if not one.is_prose]
+    if len(same) == 1 or len(exact) > 1:
+        return same
+    members = tuple(sorted(member for one in same for member in one.members))
+    weight, is_sure = sum(one.weight for one in same), all(one.is_sure for one in same)
+    first = (exact or same)[0]
+    return [replace(first, members=members, weight=weight, rung=Rung.CALL, is_sure=is_sure)]
+
+
+def _ordered(classes: Sequence[VoteClass]) -> tuple[VoteClass, ...]:
+    return tuple(sorted(classes, key=lambda one: (-one.weight, -one.count, one.members[0])))

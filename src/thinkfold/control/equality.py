@@ -3,7 +3,8 @@
 The classes depend on the set of answers only, never on their order. They are found rung by
 rung; each rung joins whole classes, so that the result stays symmetric and transitive:
 canonical string, exact number, choice or list → symbolic → decimals of another exact value →
-units → embedding, or edit ratio without an embedder → one call over the answers.
+units → embedding, or edit ratio without an embedder. What is left apart a vote may put to a
+model in one call (`ballot.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ from itertools import combinations
 
 from thinkfold.control.canonical import Form, Kind, form_of
 from thinkfold.control.embedding import Embedder, EmbeddingError, Vector, cosine
-from thinkfold.control.judge import MAX_ANSWERS, Ask, prompt_for, read_groups
 from thinkfold.control.likeness import cluster, edit_ratio, may_join, medoid
 from thinkfold.control.symbolic import Patience, Reading, Symbolic
-from thinkfold.errors import ThinkfoldError
 
 MIN_COSINE = 0.90
 MIN_EDIT_RATIO = 0.90
@@ -89,14 +88,13 @@ class _Group:
 
 @dataclass(slots=True)
 class Equality:
-    """The relation with its helpers, each optional. `ask` is the last call.
+    """The relation with its helpers, each optional.
 
     May be used from any thread; it blocks for at most the time limits of its helpers.
     """
 
     symbolic: Symbolic | None = None
     embedder: Embedder | None = None
-    ask: Ask | None = None
     min_cosine: float = MIN_COSINE
     min_edit_ratio: float = MIN_EDIT_RATIO
     _forms: dict[str, Form] = field(default_factory=dict)
@@ -119,7 +117,6 @@ class Equality:
         _join_decimals(groups, by_key, constants)
         _join_units(groups, by_key)
         self._join_texts(groups, by_key)
-        self._join_by_call(groups, by_key)
         return _finished(groups, answers, forms)
 
     def _form(self, answer: str) -> Form:
@@ -188,24 +185,6 @@ class Equality:
             logger.warning("answers are compared by their letters: %s", error)
             self._embedder_failed = True
         return not self._embedder_failed
-
-    def _join_by_call(self, groups: list[_Group], forms: dict[str, Form]) -> None:
-        """One call over all classes; it may join prose to anything, but not two exact classes that differ."""
-        asked = groups[:MAX_ANSWERS]
-        prose = [_is_prose(group, forms) for group in asked]
-        if self.ask is None or len(asked) < 2 or not any(prose):
-            return
-        try:
-            reply = self.ask(prompt_for([forms[group.medoid or group.keys[0]].text for group in asked]))
-        except ThinkfoldError as error:
-            logger.warning("the call that compares answers failed: %s", error)
-            return
-        for members in read_groups(reply, len(asked)) or []:
-            members.sort(key=prose.__getitem__)
-            if sum(not prose[member] for member in members) > 1:
-                continue
-            for member in members[1:]:
-                _join(groups, asked[members[0]], asked[member], Rung.CALL)
 
 
 def _is_prose(group: _Group, forms: dict[str, Form]) -> bool:

@@ -6,18 +6,17 @@ After universal self-consistency (arXiv 2311.17311), with groups instead of one 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-Ask = Callable[[str], str]  # prompt -> the model's reply
 MAX_ANSWERS = 16
-MAX_CHARS = 400  # of each answer
+MAX_CHARS = 400  # of each answer; a longer one is cut in its middle, as conclusions stand at the end
 
-_GROUP = re.compile(r"^\W*group\s*\w*\W*:[ \t*_]*([\d ,]+)\W*$", re.IGNORECASE | re.MULTILINE)
+_GROUP = re.compile(r"\W*group\s*\w*\W*:[ *_]*(\d{1,3}(?: *, *\d{1,3})*)\W*", re.IGNORECASE)
 
 
 def prompt_for(answers: Sequence[str]) -> str:
     """The question to ask: answers are numbered from 1 and cut, so that one call is cheap."""
-    shown = "\n".join(f"{number}. {' '.join(text.split())[:MAX_CHARS]}" for number, text in enumerate(answers, 1))
+    shown = "\n".join(f"{number}. {_cut(' '.join(text.split()))}" for number, text in enumerate(answers, 1))
     return (
         "Here are answers to one question. Put answers that mean exactly the same into one group. "
         "Different numbers, units, names or conclusions belong to different groups. Every answer is in "
@@ -27,15 +26,17 @@ def prompt_for(answers: Sequence[str]) -> str:
 
 
 def read_groups(reply: str, size: int) -> list[list[int]] | None:
-    """Groups of indices from 0, those that were not named alone; None for a reply that contradicts itself."""
+    """Groups of indices from 0; None for a reply that is anything but lines of groups with every answer in one."""
     groups: list[list[int]] = []
-    seen: set[int] = set()
-    for numbers in _GROUP.findall(reply):
-        group = sorted({int(number) - 1 for number in re.findall(r"\d+", numbers)})
-        if not group or group[0] < 0 or group[-1] >= size or seen & set(group):
+    for line in filter(str.strip, reply.splitlines()):
+        found = _GROUP.fullmatch(line.strip())
+        if found is None:
             return None
-        seen |= set(group)
-        groups.append(group)
-    if not groups:
-        return None
-    return sorted(groups + [[index] for index in range(size) if index not in seen])
+        groups.append(sorted(int(number) - 1 for number in found.group(1).split(",")))
+    named = sorted(index for group in groups for index in group)
+    return sorted(groups) if named == list(range(size)) else None
+
+
+def _cut(text: str) -> str:
+    half = MAX_CHARS // 2
+    return text if len(text) <= MAX_CHARS else f"{text[:half]} … {text[-half:]}"

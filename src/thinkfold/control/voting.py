@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from thinkfold.control.ballot import Tally, VoteClass, tally
+from thinkfold.control.ballot import Tally, VoteClass, joined, question, tally
 from thinkfold.control.equality import Equality
 from thinkfold.control.extract import extract
 from thinkfold.control.trace_confidence import percentile
@@ -59,7 +59,14 @@ class WindowFilled:
     confidence: float
 
 
-VoteObservation = TraceFinished | TraceFailed | Ticked | WindowFilled
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The reply to CompareAnswers; empty where there was none."""
+
+    reply: str
+
+
+VoteObservation = TraceFinished | TraceFailed | Ticked | WindowFilled | Compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,13 @@ class EndTraceThinking:
     """The vote is settled in flight: let this sample write the answer now, and report it finished."""
 
     trace: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompareAnswers:
+    """Nothing runs any more: ask a model this, once, and report it as Compared."""
+
+    prompt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,7 @@ class Decide:
     result: VoteResult
 
 
-VoteAction = StartTraces | CancelTraces | EndTraceThinking | Decide
+VoteAction = StartTraces | CancelTraces | EndTraceThinking | CompareAnswers | Decide
 
 
 @dataclass(slots=True)
@@ -143,6 +157,7 @@ class Voting:
         self._leaders: list[str | None] = []  # the leading answer at each tick
         self._writer: int | None = None  # the trace that writes the answer of a vote settled in flight
         self._settled_by = ""
+        self._before_call: tuple[Tally, str, bool] | None = None  # what was counted, its rule, whether whole replies
         self._cancelled = 0
         self.result: VoteResult | None = None
 
@@ -181,6 +196,9 @@ class Voting:
                 return self._tick(seen)
             case WindowFilled():
                 return self._kill_unsure(seen)
+            case Compared() if self._before_call is not None:
+                found, rule, by_reply = self._before_call
+                return [self._result(joined(found, seen.reply), rule, by_reply=by_reply)]
             case _:
                 return []
         return self._advance()
@@ -318,7 +336,7 @@ class Voting:
         return [CancelTraces(traces, why)] if traces else []
 
     def _decide(self, found: Tally, rule: str, answer: str | None = None) -> list[VoteAction]:
-        """Cancel what runs and name the winner: the leader, or the class of `answer`."""
+        """Cancel what runs and name the winner: the leader, or the class of `answer`. A call may come first."""
         actions = self._cancel(tuple(self.live), "decided")
         finished = sum(trace.reply is not None for trace in self._traces)
         if not found.classes and not finished:
@@ -326,6 +344,16 @@ class Voting:
         by_reply = bool(finished) and 2 * found.abstained > finished
         if by_reply:
             found = self._count([trace.reply for trace in self._traces], only_finished=True)
+        if answer is None and self._may_turn(found) and (prompt := question(found)):
+            self._before_call = found, rule, by_reply
+            return [*actions, CompareAnswers(prompt)]
+        return [*actions, self._result(found, rule, answer, by_reply=by_reply)]
+
+    def _may_turn(self, found: Tally) -> bool:
+        """Whether a call is asked for, and could change the winner."""
+        return self._params.equality == "call" and not (self._params.weights == "none" and found.lossless(0))
+
+    def _result(self, found: Tally, rule: str, answer: str | None = None, *, by_reply: bool) -> Decide:
         classes = found.classes
         winner = classes[0] if classes else None
         if answer is not None and not by_reply:
@@ -338,12 +366,12 @@ class Voting:
             share=found.share if winner is None or not classes else winner.weight / sum(c.weight for c in classes),
             probability=leader_probability(found.counts)[0],
             started=len(self._traces),
-            finished=finished,
+            finished=len(self._with_reply()),
             cancelled=self._cancelled,
             abstained=found.abstained,
             by_reply=by_reply,
         )
-        return [*actions, Decide(self.result)]
+        return Decide(self.result)
 
     def _count(self, answers: Sequence[str | None], *, only_finished: bool = False) -> Tally:
         voters = self._voters() if only_finished else set(range(len(answers)))

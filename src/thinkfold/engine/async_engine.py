@@ -22,6 +22,7 @@ from thinkfold.engine.commands import Answer, Extend, Order
 from thinkfold.engine.controls import Controls
 from thinkfold.engine.decisions import Decisions
 from thinkfold.engine.language import Language, load_language
+from thinkfold.engine.last_call import LastCall
 from thinkfold.engine.limits import Granter, Wish
 from thinkfold.engine.messages import Abort, Dead, EngineStats, Event, ModelInfo, Ready
 from thinkfold.engine.samples import Question
@@ -70,7 +71,8 @@ class AsyncEngine(Controls):
         self.family = language.family
         name, near = config.served_model_name or config.model, config.answer_min_cosine
         self._steersman = Steersman(self, self.family, language.opener_ids, name, embedder=embedder, min_cosine=near)
-        self._decisions = Decisions(self, self._steersman, config.verifier_urls, config.max_handles)
+        call = LastCall(prompts, language.family)
+        self._decisions = Decisions(self, self._steersman, call, config.verifier_urls, config.max_handles)
         self._token_id = lru_cache(256)(language.single_token)
         self._grammars: AnswerGrammars | None = None
         self._model: ModelInfo | None = None

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 from thinkfold.control.verifier import Verifiers
 from thinkfold.engine.judging import run_best_of
+from thinkfold.engine.last_call import LastCall
 from thinkfold.engine.samples import Question, Samples
 from thinkfold.engine.searching import Room, run_search
 from thinkfold.engine.steering import Steersman
@@ -19,9 +20,14 @@ class Decisions:
     """Runs decisions on one engine; they share its verifiers, and the handles that it keeps."""
 
     def __init__(
-        self, engine: Branching, steersman: Steersman, verifiers: Mapping[str, str] | None = None, max_handles: int = 64
+        self,
+        engine: Branching,
+        steersman: Steersman,
+        call: LastCall,
+        verifiers: Mapping[str, str] | None = None,
+        max_handles: int = 64,
     ) -> None:
-        self._engine, self._steersman = engine, steersman
+        self._engine, self._steersman, self._call = engine, steersman, call
         self._verifiers, self._room = Verifiers(verifiers), Room(max_handles)
 
     def run(self, asked: Question, how: Decision) -> AsyncGenerator[RequestOutput, None]:
@@ -38,8 +44,10 @@ class Decisions:
         samples = Samples(self._engine, asked)
         if isinstance(how, BestOfParams):
             return run_best_of(samples, how, find("best_of.verifier", how.verifier), equality)
+        if how.equality == "call":
+            self._call.check()
         guarded = asked.sampling.grammar is not None or (asked.control is not None and asked.control.task)
-        return run_vote(samples, how, self._steersman, in_flight=not guarded)
+        return run_vote(samples, how, self._steersman, self._call, in_flight=not guarded)
 
 
 def _check_search(asked: Question, steersman: Steersman) -> None:

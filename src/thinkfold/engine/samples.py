@@ -122,6 +122,7 @@ class Samples:
         self._seed = secrets.randbits(62) if question.sampling.seed is None else question.sampling.seed
         self._waves: list[asyncio.Task[None]] = []
         self._last: dict[int, RequestOutput] = {}  # by wave
+        self._aside: list[Costs] = []
         self._news: asyncio.Queue[Sample | BaseException] = asyncio.Queue()
 
     def start(self, count: int) -> None:
@@ -163,6 +164,30 @@ class Samples:
             wave.cancel()
         await asyncio.gather(*self._waves, return_exceptions=True)
 
+    async def aside(self, prompt: Sequence[int], max_tokens: int) -> str:
+        """What the model says to another prompt, greedily and without thinking; empty unless it ends by itself.
+
+        All of its tokens are the question's `probe_tokens`.
+        """
+        asked, costs, text, reason = self.question, Costs(), "", None
+        outputs = self._engine.generate(
+            prompt,
+            SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            ThinkingParams(enabled=False),
+            request_id=f"{asked.request_id}-aside",
+            namespace=asked.namespace,
+            service=self._left(),
+        )
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    costs = output.costs
+                    for news in output.outputs:
+                        text, reason = text + news.text, news.finish_reason
+        finally:
+            self._aside.append(_as_probe(costs))
+        return text if reason is FinishReason.STOP else ""
+
     def output(self, outcome: Outcome, chosen: Sample | None = None, *, finished: bool = False) -> RequestOutput:
         """The news of all of them: where the decision stands and, at the end, the sample to show as choice 0."""
         first, last = self._last[min(self._last)], self._last[max(self._last)]
@@ -182,7 +207,7 @@ class Samples:
         )
 
     def costs(self) -> Costs:
-        return summed([output.costs for _, output in sorted(self._last.items())])
+        return summed([*(output.costs for _, output in sorted(self._last.items())), *self._aside])
 
     def _left(self) -> Service | None:
         """What earlier waves leave of the deadline and the cost of them all."""
@@ -230,6 +255,12 @@ class Samples:
         for one in news.stats:
             sample.confidence.push(one.confidence)
         self._news.put_nowait(sample)
+
+
+def _as_probe(costs: Costs) -> Costs:
+    tokens = costs.computed_prompt_tokens + costs.thinking_tokens + costs.answer_tokens
+    none = dict.fromkeys((*_ONCE, "computed_prompt_tokens", "thinking_tokens", "answer_tokens"), 0)
+    return replace(costs, **none, probe_tokens=tokens)
 
 
 def summed(bills: Sequence[Costs]) -> Costs:

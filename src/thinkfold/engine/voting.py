@@ -11,6 +11,8 @@ from thinkfold.control.rule import Probe, Probed
 from thinkfold.control.schedule import MAX_PROBE_TOKENS
 from thinkfold.control.voting import (
     CancelTraces,
+    CompareAnswers,
+    Compared,
     EndTraceThinking,
     StartTraces,
     Ticked,
@@ -21,6 +23,7 @@ from thinkfold.control.voting import (
     Voting,
     WindowFilled,
 )
+from thinkfold.engine.last_call import LastCall
 from thinkfold.engine.samples import Sample, Samples
 from thinkfold.engine.steering import Steersman
 from thinkfold.types import AnswerClass, RequestOutput, VoteParams, VoteState
@@ -29,10 +32,16 @@ WINDOW_EVERY = 64  # tokens of a sample between two looks at its confidence
 
 
 async def run_vote(
-    samples: Samples, params: VoteParams, steersman: Steersman, *, in_flight: bool, tick_tokens: int | None = None
+    samples: Samples,
+    params: VoteParams,
+    steersman: Steersman,
+    call: LastCall,
+    *,
+    in_flight: bool,
+    tick_tokens: int | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """Yield the state of the vote whenever it changes, at last with the sample to show. `samples` are closed."""
-    run = _Vote(samples, params, steersman, in_flight=in_flight, tick_tokens=tick_tokens)
+    run = _Vote(samples, params, steersman, call, in_flight=in_flight, tick_tokens=tick_tokens)
     try:
         await run.carry_out(run.voting.start())
         told = None
@@ -50,10 +59,17 @@ async def run_vote(
 
 class _Vote:
     def __init__(
-        self, samples: Samples, params: VoteParams, steersman: Steersman, *, in_flight: bool, tick_tokens: int | None
+        self,
+        samples: Samples,
+        params: VoteParams,
+        steersman: Steersman,
+        call: LastCall,
+        *,
+        in_flight: bool,
+        tick_tokens: int | None,
     ) -> None:
         self.voting = Voting(params, steersman.equality(), in_flight=in_flight and steersman.can_look)
-        self._samples, self._params, self._steersman = samples, params, steersman
+        self._samples, self._params, self._steersman, self._call = samples, params, steersman, call
         self._tick = tick_tokens or self.voting.tick_tokens
         self._next_tick = self._tick
         self._probes: dict[int, str | None] = {}  # the last answer of each sample
@@ -87,6 +103,8 @@ class _Vote:
                 case EndTraceThinking():
                     self._settled = True
                     await self._samples.end_thinking(action.trace)
+                case CompareAnswers():
+                    await self._observe(Compared(await self._call.ask(self._samples, action.prompt)))
 
     def _running(self) -> list[Sample]:
         return [self._samples.all[number] for number in self.voting.live]
@@ -145,7 +163,7 @@ class _Vote:
 
 
 def _classes(found: Sequence[VoteClass]) -> tuple[AnswerClass, ...]:
-    return tuple(AnswerClass(one.answer, one.count, one.weight) for one in found)
+    return tuple(AnswerClass(one.answer, one.count, one.weight, str(one.rung)) for one in found)
 
 
 def _ending(sample: Sample) -> VoteObservation:

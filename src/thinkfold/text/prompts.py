@@ -73,6 +73,11 @@ class PromptRenderer:
         return self._markers
 
     @property
+    def has_template(self) -> bool:
+        """Whether chats can be encoded."""
+        return bool(self._jinja)
+
+    @property
     def has_thinking_switch(self) -> bool:
         """Whether the template reads `enable_thinking` or `thinking`."""
         return self._reads("enable_thinking") or self._reads("thinking")
@@ -123,7 +128,7 @@ class PromptRenderer:
         `limit` refuses, before any work, messages that cannot fit that many tokens. Raises
         ParameterError naming the message or field.
         """
-        if not self._jinja:
+        if not self.has_template:
             raise UnsupportedError("messages", "this model has no chat template; use /v1/completions")
         parsed = parse_messages(messages, self._markers)
         self._check_length("messages", sum(len((m.content or "").strip()) for m in parsed), limit)

@@ -11,11 +11,12 @@ from thinkfold.types.messages import by_position
 @by_position
 @dataclass(frozen=True, slots=True)
 class AnswerClass:
-    """Equal answers: the one that stands for them, how many gave it, and with what weight."""
+    """Equal answers: the one that stands for them, how many gave it, with what weight, and what made them one."""
 
     answer: str
     count: int
     weight: float
+    rung: str
 
 
 @by_position

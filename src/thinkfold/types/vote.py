@@ -26,7 +26,9 @@ class VoteParams:
     sample at once under the same stops, `short` starts all and takes the first `m` if they agree.
     `stop` is `exact` (only when no later vote could change the winner: always unweighted, nothing is
     killed) or `balanced`. `weights` is what a vote counts: 1, or its trace's bottom-10 % group
-    confidence. `top_share` lets only the surest traces vote, once 32 have finished.
+    confidence. `top_share` lets only the surest traces vote, once 32 have finished. `equality` is `rungs`
+    or `call`: at the end the model itself is asked, once, which of the answers that are still apart mean
+    the same.
     """
 
     field: ClassVar[str] = "vote"
@@ -38,12 +40,14 @@ class VoteParams:
     weights: Literal["none", "confidence"] = "none"
     m: int | None = None
     top_share: float | None = None
+    equality: Literal["rungs", "call"] = "rungs"
 
     def __post_init__(self) -> None:
         integer("vote.n", self.n, 2, MAX_N)
         choice("vote.mode", self.mode, ("waves", "all", "short"))
         choice("vote.stop", self.stop, ("exact", "balanced"))
         choice("vote.weights", self.weights, ("none", "confidence"))
+        choice("vote.equality", self.equality, ("rungs", "call"))
         if self.m is not None:
             integer("vote.m", self.m, 2, self.n)
             if self.mode != "short":
