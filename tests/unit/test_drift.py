@@ -168,6 +168,18 @@ def test_tenants_labels_and_sessions_see_their_own_only() -> None:
     assert kept.ask(changed(THIRD, 0, "10:31", "10:59")) is None, "it was forgotten"
 
 
+def test_a_deleted_session_is_forgotten() -> None:
+    kept = Kept()
+    owners = [Owner("t", (), "job"), Owner("t", ("salt=s",), "job"), Owner("t", (), "other"), Owner("u", (), "job")]
+    for owner in owners:
+        kept.ask(FIRST, owner=owner)
+    kept.store.delete_session("t", "job")
+    kept.store.delete_session("nobody", "job")
+    kept.store.check_integrity()
+    drifted = [kept.ask(changed(SECOND, 0, "10:31", "10:45"), owner=owner) is not None for owner in owners]
+    assert drifted == [False, False, True, True]
+
+
 def test_the_store_is_bounded_for_each_tenant() -> None:
     kept = Kept(max_bytes=8000)
     other = Owner("u", ())
@@ -248,5 +260,8 @@ async def test_keys_of_two_tenants_share_no_session() -> None:
         assert "drift" not in (await post(client, drifted, thinkfold=wish))["thinkfold"]
         client.headers.update(bearer(RIGHT))
         told = (await post(client, drifted, thinkfold=wish))["thinkfold"]
+        await client.delete("/v1/thinkfold/sessions/job")
+        later = [*drifted[:2], ("assistant", "Summary."), *drifted[3:], ("assistant", "!"), ("user", "?")]
+        assert "drift" not in (await post(client, later, thinkfold=wish))["thinkfold"]
     assert (told["drift"]["kind"], told["drift"]["message"]) == ("history", 1)
     assert told["session"]["id"] == "job"

@@ -189,6 +189,11 @@ def test_no_file_is_called_utils() -> None:
     assert not [p for p in ROOT.rglob("util*.py") if ".venv" not in p.parts]
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert not {name for name in names if names.count(name) > 1}, "pytest cannot collect them together"
+
+
 def test_files_are_short() -> None:
     lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in FILES}
     assert not {p: n for p, n in lengths.items() if n > MAX_FILE_LINES}

@@ -161,6 +161,12 @@ class Conversations:
         """A tenant's latest drifts, the newest first."""
         return list(reversed(self._latest.get(tenant, ())))
 
+    def delete_session(self, tenant: str, session: str) -> None:
+        """Forget the conversations of a session, under whatever labels."""
+        mine = self._tenants.get(tenant, OrderedDict())
+        for key in [key for key in mine if key[1:] == (session,)]:
+            self._used[tenant] -= sum(trace.size for trace in mine.pop(key))
+
     def delete_tenant(self, tenant: str) -> int:
         """Forget all of a tenant's; the number of conversations."""
         self._latest.pop(tenant, None)

@@ -50,6 +50,8 @@ async def show(request: Request, session_id: str) -> Session:
 
 @router.delete("/v1/thinkfold/sessions/{session_id}", responses=statuses(404))
 async def delete(request: Request, session_id: str) -> DeletedSession:
-    """Forget a session."""
-    state_of(request).sessions.delete(tenant_of(request), session_id)
+    """Forget a session, and what was said in it."""
+    state, tenant = state_of(request), tenant_of(request)
+    state.sessions.delete(tenant, session_id)
+    state.conversations.delete_session(tenant, session_id)
     return {"id": session_id, "object": "thinkfold.session", "deleted": True}
