@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -357,6 +357,16 @@ def cases(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, float]]]
     return {f"streams/{size}": lambda: streams(False), f"bare/{size}": lambda: streams(True), "health/20mb": health}
 
 
+def report(bench: str, asked: Mapping[str, Callable[[], Mapping[str, float]]], args: argparse.Namespace) -> None:
+    """Measure each case, print its row and keep it as `args` say, with the machine's load before."""
+    for name, measure in asked.items():
+        load = os.getloadavg()[0]
+        row = rows.make_row(bench, name, {**measure(), "load_before": load})
+        if not args.no_record:
+            rows.keep(row)
+        print(json.dumps(row) if args.json else f"{name}: {json.dumps(row['metrics'])}", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and keep the rows."""
     parser = argparse.ArgumentParser(prog="thinkfold bench overhead", description=(__doc__ or "").partition("\n")[0])
@@ -377,14 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(serve(args.rate, args.coalesce_ms / 1e3, bare=args.serve == "bare"))
         return 0
     gc.freeze()
-    for name, measure in cases(args).items():
-        if args.case and name.partition("/")[0] not in args.case:
-            continue
-        load = os.getloadavg()[0]
-        row = rows.make_row("overhead", name, {**measure(), "load_before": load})
-        if not args.no_record:
-            rows.keep(row)
-        print(json.dumps(row) if args.json else f"{name}: {json.dumps(row['metrics'])}", flush=True)
+    asked = {name: case for name, case in cases(args).items() if not args.case or name.partition("/")[0] in args.case}
+    report("overhead", asked, args)
     return 0
 
 

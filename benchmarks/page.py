@@ -8,7 +8,6 @@ come faster than anybody thinks, then the pane is scrolled over all of it; told 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -19,7 +18,7 @@ from statistics import median
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from thinkfold.cli import bench, rows
+from thinkfold.cli import bench
 from thinkfold.errors import ThinkfoldError
 
 overhead = bench.load(Path(__file__).with_name("overhead.py"))
@@ -123,12 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "paint": lambda: paint(browser, url, args.loads),
             f"thinking/{args.tokens}": lambda: thinking(browser, url, args.tokens, args.steps),
         }
-        for name, measure in cases.items():
-            load = os.getloadavg()[0]
-            row = rows.make_row("page", name, {**measure(), "load_before": load})
-            if not args.no_record:
-                rows.keep(row)
-            print(json.dumps(row) if args.json else f"{name}: {json.dumps(row['metrics'])}", flush=True)
+        overhead.report("page", cases, args)
     return 0
 
 
