@@ -12,26 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
 from pathlib import Path
-from queue import Empty
 from random import Random
 from statistics import fmean
-from typing import Any
 
 from thinkfold.cli import evaluation, paired, rows
 from thinkfold.cli.arms import Arm, Shard, arms, ask
 from thinkfold.cli.evaluation import Result
+from thinkfold.cli.processes import spread
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ThinkfoldError
 from thinkfold.pebble import SUITES
 
-PATIENCE = 5.0  # seconds without news after which the processes are looked at
 LONG = 8000  # thinking tokens; the design bounds the peak of longer answers apart
 
 
@@ -59,35 +54,16 @@ def shards(args: argparse.Namespace, asked: Sequence[Arm]) -> list[Shard]:
 
 def measure(args: argparse.Namespace, asked: Sequence[Arm]) -> Iterator[tuple[Arm, list[Result], float]]:
     """Each arm's results by question, and seconds of its slowest process, as soon as it is through."""
-    context = multiprocessing.get_context("spawn")
-    told: Queue[tuple[str, list[Result], float]] = context.Queue()
-    workers = [context.Process(target=ask, args=(shard, told.put)) for shard in shards(args, asked)]
+    shares = shards(args, asked)
     found: dict[str, list[tuple[list[Result], float]]] = {arm.name: [] for arm in asked}
-    for worker in workers:
-        worker.start()
-    try:
-        for arm in asked:
-            while len(found[arm.name]) < len(workers):
-                name, results, seconds = _next(told, workers)
-                found[name].append((results, seconds))
-                print(f"{name}: {len(found[name])} of {len(workers)} processes", file=sys.stderr)
-            together = chain.from_iterable(results for results, _ in found[arm.name])
-            yield arm, sorted(together, key=lambda result: result.index), max(s for _, s in found[arm.name])
-    finally:
-        for worker in workers:
-            worker.terminate()
-            worker.join()
-
-
-def _next(told: Queue[Any], workers: Sequence[BaseProcess]) -> Any:
-    """What is told next. Raises ThinkfoldError where a process has died instead."""
-    while True:
-        died = [worker for worker in workers if worker.exitcode]
-        try:
-            return told.get(timeout=PATIENCE)
-        except Empty:
-            if died:
-                raise ThinkfoldError(f"a process has ended with exit code {died[0].exitcode}") from None
+    by_name = {arm.name: arm for arm in asked}
+    for name, results, seconds in spread(ask, shares):
+        found[name].append((results, seconds))
+        print(f"{name}: {len(found[name])} of {len(shares)} processes", file=sys.stderr)
+        if len(found[name]) == len(shares):
+            together = chain.from_iterable(results for results, _ in found[name])
+            slowest = max(seconds for _, seconds in found[name])
+            yield by_name[name], sorted(together, key=lambda result: result.index), slowest
 
 
 def compare(reference: Sequence[Result], other: Sequence[Result]) -> dict[str, float]:

@@ -1,19 +1,23 @@
 """What do the rules that stop thinking, and votes, save, and what do they cost? Replayed on recorded traces.
 
-`--record FILE` asks the model once: its samples, margins at every boundary, a probe every so many tokens. Every
-preset, knob and vote is then replayed on the same records, with tokens of looks counted. `oracle_tokens_ratio` is
-that of stopping where all later probes are right. Replays are no live runs: their cases begin with `replay/`.
+`--record FILE` asks the model once: its samples, margins at boundaries, a probe every so many tokens. Every preset,
+knob and vote is then replayed on the same records, with tokens of looks counted. `oracle_tokens_ratio` is that of
+stopping where all later probes are right. Replays are no live runs: their cases begin with `replay/`.
+
+Thresholds are chosen on one half of the problems (`--half choose`) and reported on the other (`--half report`).
+`--against FILE` compares two recordings of the same problems: the noise between runs that differ in nothing
+(`aa/`). Several engines in processes of their own share one device (`--processes`), each with its own pool.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,20 +25,21 @@ from typing import Any
 from tqdm import tqdm
 
 from thinkfold.cli import records, rows
-from thinkfold.cli.evaluation import Question, suite_questions
 from thinkfold.cli.paired import paired_metrics
+from thinkfold.cli.processes import spread
+from thinkfold.cli.recording import Share, record
 from thinkfold.config import EngineConfig
 from thinkfold.control.ballot import tally
 from thinkfold.control.early_stop import EarlyStopping
 from thinkfold.control.equality import Equality
 from thinkfold.control.extract import extract
 from thinkfold.control.replay import Record, oracle, replay, replay_one_by_one, replay_vote
-from thinkfold.engine.async_engine import AsyncEngine
-from thinkfold.engine.language import load_language
+from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.pebble import SUITES
 from thinkfold.types import ControlParams, Preset, SamplingParams, VoteParams, parse_early_stop
 
 OFFSET = 100_000  # of the first problem: far from those that anybody tunes on
+BLOCK = 20  # problems of one half in a row: a multiple of every suite's entries
 KNOBS = {
     "entropy_0.1": {"entropy": 0.1},
     "confidence_0.95": {"confidence": 0.95},
@@ -110,8 +115,8 @@ def majority_is_right(group: Sequence[Record]) -> bool:
 def by_problem(found: Sequence[Record]) -> list[list[Record]]:
     """Samples of each problem, in order of recording."""
     groups: defaultdict[int, list[Record]] = defaultdict(list)
-    for record in found:
-        groups[record.index].append(record)
+    for one in found:
+        groups[one.index].append(one)
     return list(groups.values())
 
 
@@ -129,43 +134,74 @@ def replayed(found: Sequence[Record], suite: str, size: int) -> Iterator[tuple[s
         yield f"replay/vote/one_by_one_{size}/{suite}", one_by_one_metrics(groups, size)
 
 
-async def record(args: argparse.Namespace, questions: Sequence[Question]) -> list[Record]:
-    """Samples and probes of all questions."""
-    config = EngineConfig(model="pebble", fold_policy="off", dtype=args.dtype)
-    engine = await AsyncEngine.start(config)
-    recorder = records.Recorder(engine, load_language(config), every=args.probe_every)
-    gate = asyncio.Semaphore(args.in_flight)
-    try:
-        with tqdm(total=len(questions), unit="problem", file=sys.stderr) as bar:
+def again(found: Sequence[Record], others: Sequence[Record]) -> dict[str, float]:
+    """The first sample of each problem in two recordings, paired: nothing but chance is between them."""
+    first, second = ({group[0].index: group[0] for group in by_problem(some)} for some in (found, others))
+    pairs = [(first[index], second[index]) for index in sorted(first.keys() & second.keys())]
+    if not pairs:
+        raise ParameterError("against", "the recordings share no problem")
+    return {
+        **paired_metrics([(one.correct, other.correct) for one, other in pairs]),
+        "tokens_ratio": sum(b.thinking_tokens for _, b in pairs) / sum(a.thinking_tokens for a, _ in pairs),
+    }
 
-            async def one(question: Question) -> list[Record]:
-                async with gate:
-                    sampling = SamplingParams(
-                        n=args.samples, temperature=args.temperature, top_p=args.top_p, seed=args.seed + question.index
-                    )
-                    found = await recorder.record(question, sampling)
-                    bar.update()
-                    return found
 
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(question)) for question in questions]
-    finally:
-        await engine.stop()
-    return [found for task in tasks for found in task.result()]
+def shares(args: argparse.Namespace) -> list[Share]:
+    """One for each process: every so-manieth problem."""
+    config = EngineConfig(
+        model="pebble",
+        device=args.device,
+        dtype=args.dtype,
+        fold_policy="off",
+        max_num_seqs=args.concurrency,
+        max_waiting=2 * args.concurrency * args.samples,
+        kv_cache_bytes=args.kv_cache_bytes,
+    )
+    sampling = SamplingParams(n=args.samples, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    processes = min(args.processes, args.n)
+    numbers = range(args.offset, args.offset + args.n)
+    in_flight = max(1, args.concurrency // args.samples)
+    return [
+        Share(args.suite, list(numbers[k::processes]), config, sampling, args.probe_every, in_flight, 60 * args.minutes)
+        for k in range(processes)
+    ]
+
+
+def recorded(args: argparse.Namespace) -> list[Record]:
+    """Samples and probes of all problems that were begun, in the order of their numbers."""
+    found: dict[int, list[Record]] = {}
+    with tqdm(total=args.n, unit="problem", file=sys.stderr) as bar:
+        for records_of_one in spread(record, shares(args)):
+            found[records_of_one[0].index] = records_of_one
+            bar.update()
+    return [one for _, group in sorted(found.items()) for one in group]
+
+
+def half(found: Sequence[Record], which: str) -> list[Record]:
+    """`choose` or `report`: every other twenty problems, so that each has all tasks of a suite."""
+    return [one for one in found if which == "all" or one.index // BLOCK % 2 == ("choose", "report").index(which)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record where asked, replay, print and keep rows."""
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.record:
-        records.save(args.record, asyncio.run(record(args, suite_questions(args.suite, args.n, args.offset))))
-    found = list(records.load(args.record or args.records))
-    for case, metrics in replayed(found, args.suite, args.votes):
-        row = rows.make_row("control", case, metrics, seed=args.seed)
+        records.save(args.record, recorded(args))
+        if args.only_record:
+            return 0
+    found = half([one for path in args.records or [args.record] for one in records.load(path)], args.half)
+    if not found:
+        raise ParameterError("records", "there is no record to replay")
+    cases = replayed(found, args.suite, args.votes)
+    if args.against:
+        cases = chain(cases, [(f"aa/{args.suite}", again(found, list(records.load(args.against))))])
+    for case, metrics in cases:
+        label = case if args.half == "all" else f"{case}/{args.half}"
+        row = rows.make_row("control", label, metrics, seed=args.seed, device=args.device)
         if not args.no_record:
             rows.keep(row)
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        print(json.dumps(row) if args.json else f"{case:40} {shown}", flush=True)
+        print(json.dumps(row) if args.json else f"{label:40} {shown}", flush=True)
     return 0
 
 
@@ -174,25 +210,41 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="thinkfold bench control", description=(__doc__ or "").partition("\n")[0])
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--record", type=Path, metavar="FILE", help="ask the model and keep the records here first")
-    files.add_argument("--records", type=Path, metavar="FILE", help="replay these records")
-    parser.add_argument("--suite", choices=list(SUITES), default="long")
+    files.add_argument("--records", type=Path, nargs="+", metavar="FILE", help="replay these records")
+    parser.add_argument("--only-record", action="store_true", help="do not replay what was recorded")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="another recording of the same problems")
+    parser.add_argument("--half", choices=["all", "choose", "report"], default="all", help="problems to replay")
+    parser.add_argument("--suite", default="long", help="to record, and the name in the rows: long+hard for two files")
     parser.add_argument("-n", type=int, default=8, help="problems to record")
     parser.add_argument("--offset", type=int, default=OFFSET, help="number of the first problem")
     parser.add_argument("--samples", type=int, default=1, help="of each problem")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--probe-every", type=int, default=128, metavar="N", help="least tokens between two probes")
-    parser.add_argument("--in-flight", type=int, default=16, help="problems at a time")
+    parser.add_argument(
+        "--probe-every", type=int, default=128, metavar="N", help="least tokens between two probes; 0: none"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="engines side by side (default: 1)")
+    parser.add_argument("--concurrency", type=int, default=16, help="sequences at a time in each engine (default: 16)")
+    parser.add_argument("--kv-cache-bytes", type=int, help="pool of each engine; needed where several share a device")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no problem after so many")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--votes", type=int, default=16, help="samples of a full vote")
     parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
     parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
     args: Any = parser.parse_args(argv)
+    if args.record and args.suite not in SUITES:
+        parser.error(f"--suite: there are {', '.join(SUITES)}")
+    if min(args.n, args.samples, args.processes, args.concurrency) < 1:
+        parser.error("-n, --samples, --processes and --concurrency must be at least 1")
     if args.samples > 1 and args.temperature == 0.0:
         parser.error("--samples: equal samples say nothing; give a --temperature")
     return args
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ThinkfoldError as error:
+        sys.exit(f"thinkfold bench control: {error}")

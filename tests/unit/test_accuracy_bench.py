@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from thinkfold.cli import bench
+from thinkfold.cli import bench, processes
 from thinkfold.cli.arms import Arm, arms
 from thinkfold.cli.evaluation import Result, Sample
 from thinkfold.errors import ParameterError, ThinkfoldError
@@ -55,8 +55,8 @@ def test_each_arm_asks_every_question_once_in_its_own_order() -> None:
 
 
 def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "ask", os._exit)  # called with a shard instead of a number: exit code 1
-    monkeypatch.setattr(accuracy, "PATIENCE", 0.05)
+    monkeypatch.setattr(accuracy, "ask", os._exit)  # called with what it does not take: exit code 1
+    monkeypatch.setattr(processes, "PATIENCE", 0.05)
     with pytest.raises(ThinkfoldError, match="exit code 1"):
         list(accuracy.measure(accuracy.parse(["-n", "2"]), arms(["off"])))
 

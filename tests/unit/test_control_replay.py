@@ -15,6 +15,7 @@ import pytest
 
 from thinkfold.cli import bench, records, rows
 from thinkfold.cli.evaluation import Question
+from thinkfold.cli.recording import Share
 from thinkfold.config import EngineConfig
 from thinkfold.control.early_stop import EarlyStopping
 from thinkfold.control.replay import Place, Record, oracle, replay, replay_one_by_one, replay_vote
@@ -35,7 +36,7 @@ from thinkfold.types import (
     parse_control,
 )
 
-SURE = math.log(0.99)
+SURE, UNSURE = -0.01005, -0.69315  # of probabilities .99 and .5, with as many digits as records keep
 
 
 def place(
@@ -43,7 +44,7 @@ def place(
 ) -> Place:
     if answer is None:
         return Place(at, "sentence", margin)
-    return Place(at, "paragraph", margin, entropy, 9, f"{answer}}}", SURE if right else math.log(0.5), 12, right)
+    return Place(at, "paragraph", margin, entropy, 9, f"{answer}}}", SURE if right else UNSURE, 12, right)
 
 
 def record(*places: Place, tokens: int = 1000, correct: bool = True, answer: str = "7", index: int = 0) -> Record:
@@ -151,6 +152,12 @@ def test_records_are_read_back(tmp_path: Path) -> None:
     found = list(records.load(path))
     assert found[0] == whole[0] and math.isnan(found[1].places[0].margin) and found[1].bottom == 1.5
     assert found[1].windows == [(64, 2.5)]
+    small = tmp_path / "records.jsonl.gz"
+    records.save(small, whole)
+    assert next(records.load(small)) == whole[0] and small.stat().st_size < path.stat().st_size / 4
+    small.write_bytes(small.read_bytes()[:40])
+    with pytest.raises(ParameterError, match="cannot read"):
+        list(records.load(small))
     path.write_text('{"index": 0}\n')
     with pytest.raises(ParameterError, match="line 1: not a record"):
         list(records.load(path))
@@ -172,8 +179,44 @@ def test_the_bench_replays_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     vote = found["replay/vote/waves_4/hard"]
     assert vote["n"] == 3 and vote["tokens_ratio"] < 1.0 and "replay/vote/short_4/hard" in found
     assert found["replay/vote/one_by_one_4/hard"]["started_mean"] == 4
-    with pytest.raises(SystemExit):
-        module.parse(["--record", "x", "--samples", "4"])
+    for refused in (["--samples", "4"], ["--suite", "easy"], ["--processes", "0"]):
+        with pytest.raises(SystemExit):
+            module.parse(["--record", "x", *refused])
+
+
+def test_halves_and_another_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = bench.load(Path(__file__).parents[2] / "benchmarks" / "control.py")
+    first = [settled_at(300, index=index) for index in (0, 19, 20, 39, 40)]
+    records.save(tmp_path / "a.jsonl.gz", first)
+    records.save(tmp_path / "b.jsonl.gz", [replace(first[0], correct=False, thinking_tokens=500), first[2]])
+    assert [one.index for one in module.half(first, "choose")] == [0, 19, 40]
+    words = ["--records", str(tmp_path / "a.jsonl.gz"), "--json", "--no-record"]
+    assert module.main([*words, "--half", "report", "--suite", "both"]) == 0
+    found = {row["case"]: row["metrics"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["replay/stop/exact/both/report"]["n"] == 2
+    assert module.main([*words, "--against", str(tmp_path / "b.jsonl.gz")]) == 0
+    found = {row["case"]: row["metrics"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["aa/long"]["n"] == 2 and found["aa/long"]["b"] == 1 and found["aa/long"]["tokens_ratio"] == 0.75
+    records.save(tmp_path / "c.jsonl", [settled_at(300, index=7)])
+    with pytest.raises(ParameterError, match="share no problem"):
+        module.main([*words, "--against", str(tmp_path / "c.jsonl")])
+
+
+def test_each_process_records_its_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = bench.load(Path(__file__).parents[2] / "benchmarks" / "control.py")
+    path = tmp_path / "records.jsonl.gz"
+    words = ["--record", str(path), "--suite", "hard", "-n", "7", "--offset", "40", "--processes", "3"]
+    words += ["--concurrency", "10", "--samples", "4", "--temperature", "0.7", "--minutes", "2", "--only-record"]
+    cut = module.shares(module.parse(words))
+    assert sorted(number for share in cut for number in share.numbers) == list(range(40, 47))
+    assert all((share.in_flight, share.seconds, share.sampling.n) == (2, 120.0, 4) for share in cut)
+
+    def told(_: Any, asked: Sequence[Share]) -> list[list[Record]]:
+        return [[settled_at(300, index=number)] * 4 for share in asked for number in share.numbers]
+
+    monkeypatch.setattr(module, "spread", told)
+    assert module.main(words) == 0
+    assert [one.index for one in records.load(path)] == [number for number in range(40, 47) for _ in range(4)]
 
 
 def test_boundaries_are_found_in_the_tokens(language: Language) -> None:
@@ -243,6 +286,22 @@ async def test_the_recorder_asks_behind_the_forced_end(language: Language) -> No
     assert looked[0].margin == float(first.index)  # the row behind the boundary's last token
     assert looked[0].correct and looked[0].entropy == 0.5 and looked[0].probe_tokens == len(suffix) + 2
     assert found.bottom == pytest.approx(3.0) and found.stop_tokens == len(language.family.force_ids)
+
+
+async def test_what_no_rule_reads_is_not_kept(language: Language) -> None:
+    assert language.family is not None
+    start = [*language.family.tokens.starts[0]] if language.family.tokens.starts else []
+    text = "We add. " * 200
+    trace = [*start, *language.tokenizer.encode(text, add_special_tokens=False)]
+    question = Question(5, "t", "What?", "9", lambda text: True)
+    engine = Scripted(language, trace)
+    (found,) = await records.Recorder(engine, language, every=100).record(question, SamplingParams())  # pyright: ignore[reportArgumentType]
+    bare = [place for place in found.places if place.probe is None]
+    assert len(bare) < 8 and all(place.margin <= records.MARGIN_SEEN for place in bare)  # margins are token numbers
+    assert records.loops(trace) and found.token_ids, "the rule against loops needs them"
+    (plain,) = await records.Recorder(engine, language, every=0).record(question, SamplingParams())  # pyright: ignore[reportArgumentType]
+    assert (plain.places, plain.token_ids, plain.reply) == ([], [], found.reply) and plain.windows
+    assert not records.loops(list(range(1000))) and not records.loops([1, 2] * 100)
 
 
 def test_a_model_whose_thinking_cannot_be_ended_is_refused(language: Language) -> None:

@@ -1,21 +1,27 @@
 """Recording traces with what rules may look at: margins at boundaries, and probes taken one request each.
 
 A probe is a request of its own over the trace's tokens so far, the forced end and the opening
-of an answer: the same tokens that a probe on a fork would get, at the price of a prefill.
+of an answer: the same tokens that a probe on a fork would get. A trace's probes come one after the
+other, so that each finds the tokens of the one before it in the prefix cache.
+
+Kept is what rules can tell apart: sentences where nobody looked only with a margin that a rule
+may ask for, token ids only of thinking that goes round in a loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
 from thinkfold.cli.evaluation import Question
-from thinkfold.control.facts import read_probe
+from thinkfold.control.facts import KEPT_TOKENS, read_probe
+from thinkfold.control.loops import LoopRule, tail_period
 from thinkfold.control.probing import answer_part
 from thinkfold.control.replay import Place, Record
 from thinkfold.control.rule import BoundaryKind
@@ -39,6 +45,9 @@ from thinkfold.types import (
 
 TRANSITIONS = ("Wait", "Alternatively", "But wait")
 WINDOW_EVERY = 64  # tokens between two recorded windows
+LOOP_EVERY = 128  # tokens between two looks for loops
+MARGIN_SEEN = 8.0  # nats; no rule asks for a larger margin
+DIGITS = 5  # of recorded numbers
 NO_FOLD = FoldParams(policy="off")
 
 
@@ -105,19 +114,25 @@ class Recorder:
         output = await collect(self._engine, prompt, sampling, thinking, NO_FOLD)
         state = self._language.family.prompt_state(prompt)  # pyright: ignore[reportOptionalMemberAccess]
         lengths = [branch.num_output_tokens for branch in output.outputs]
-        return [await self._sample(question, prompt, state, branch, window_for(lengths)) for branch in output.outputs]
+        window = window_for(lengths)
+        samples = (self._sample(question, prompt, state, branch, window) for branch in output.outputs)
+        return await asyncio.gather(*samples)
 
     async def _sample(
         self, question: Question, prompt: list[int], state: PromptState, branch: CompletionOutput, window: int
     ) -> Record:
         ids = list(branch.token_ids)
         cuts, thinking = boundaries(self._language, state, ids)
-        if len(branch.stats) != len(ids):
+        if not self._every or len(branch.stats) != len(ids):
             cuts = []
         chosen = probed_cuts(cuts, self._every)
-        bare = [Place(cut.at, str(cut.kind), _margin(branch.stats, cut.index)) for cut in cuts]
-        asked = [self._probe(prompt + ids[: cuts[i].index], bare[i], question.judge) for i in sorted(chosen)]
-        looked = dict(zip(sorted(chosen), await asyncio.gather(*asked), strict=True))
+        places: list[Place] = []
+        for number, cut in enumerate(cuts):
+            bare = Place(cut.at, str(cut.kind), _margin(branch.stats, cut.index))
+            if number in chosen:
+                places.append(await self._probe(prompt + ids[: cut.index], bare, question.judge))
+            elif cut.kind is not BoundaryKind.SENTENCE or bare.margin <= MARGIN_SEEN:
+                places.append(bare)
         confidence = TraceConfidence(window)
         windows: list[tuple[int, float]] = []
         for count, stat in enumerate(branch.stats, 1):
@@ -131,8 +146,8 @@ class Recorder:
             output_tokens=branch.num_output_tokens,
             reply=branch.text,
             correct=question.judge(branch.text),
-            token_ids=thinking,
-            places=[looked.get(i, place) for i, place in enumerate(bare)],
+            token_ids=thinking if places and loops(thinking) else [],
+            places=places,
             stop_tokens=len(self._force),
             bottom=confidence.bottom if branch.stats else None,
             lowest=confidence.lowest if branch.stats else None,
@@ -159,17 +174,26 @@ class Recorder:
         )
 
 
+def loops(token_ids: Sequence[int]) -> bool:
+    """Whether the rule against loops would fire anywhere."""
+    rule = LoopRule()
+    ends = range(rule.min_tokens, len(token_ids) + LOOP_EVERY, LOOP_EVERY)
+    recent = (token_ids[max(0, end - KEPT_TOKENS) : end] for end in ends)
+    return any(tail_period(tail, rule.min_repeats, rule.min_tokens) is not None for tail in recent)
+
+
 def save(path: Path, records: Iterable[Record]) -> None:
-    """One JSON line a record."""
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+    """One JSON line a record; compressed where the name ends in `.gz`."""
+    with _open(path, "wt") as file:
+        file.writelines(json.dumps(_rounded(asdict(record)), separators=(",", ":")) + "\n" for record in records)
 
 
 def load(path: Path) -> Iterator[Record]:
     """Records of a file. Raises ParameterError that names the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with _open(path, "rt") as file:
+            lines = file.read().splitlines()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ParameterError("records", f"cannot read {path}: {error}") from None
     for number, line in enumerate(lines, 1):
         try:
@@ -179,6 +203,18 @@ def load(path: Path) -> Iterator[Record]:
             yield Record(**entry, places=places, windows=windows)
         except (ValueError, TypeError, KeyError) as error:
             raise ParameterError("records", f"{path}, line {number}: not a record ({error})") from None
+
+
+def _open(path: Path, mode: Literal["rt", "wt"]) -> TextIO:
+    return gzip.open(path, mode, encoding="utf-8") if path.suffix == ".gz" else path.open(mode, encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def _margin(stats: Sequence[TokenStats], index: int) -> float:
