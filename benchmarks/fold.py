@@ -37,7 +37,7 @@ from thinkfold.config import EngineConfig
 from thinkfold.engine.language import load_language
 from thinkfold.fold import gate, selectors
 from thinkfold.fold.budgets import BUDGETS_FILE, OWN, FoldBudgets
-from thinkfold.fold.compaction import rotate, segment_share
+from thinkfold.fold.compaction import rotate
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.fold.segments import Entries, Segments, Summary, raw_entries
 from thinkfold.fold.spans import Span
@@ -244,11 +244,7 @@ def judges(memory: Memory, span: Span, now: int, prompt: int, inv_freq: Tensor) 
         ahead = torch.tensor(AHEAD).repeat(len(past))[: len(past)]
         future = rotate(memory.queries[:, :, :, past], late[-1] + ahead - torch.tensor(past), inv_freq)
         rows = future.transpose(2, 3).flatten(2, 3)[None]
-        own = (rows @ known.keys.transpose(-1, -2) * known.scale).logsumexp(-1)
-        lse = own - segment_share(known).mean(-1, keepdim=True).log()
-        known = replace(
-            known, queries=torch.cat((known.queries, rows), 3), context_lse=torch.cat((known.context_lse, lse), 3)
-        )
+        known = replace(known, queries=torch.cat((known.queries, rows), 3))
     return known, judged
 
 

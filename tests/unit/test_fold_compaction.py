@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -57,6 +58,16 @@ def test_share_is_the_part_of_the_softmax_on_the_segment() -> None:
     keys = torch.cat((segments.keys, random(FOLDS, LAYERS, HEADS, 10, DIM, seed=3)), dim=-2)
     shares = (segments.queries @ keys.transpose(-1, -2) * SCALE).softmax(-1)
     torch.testing.assert_close(compaction.segment_share(segments), shares[..., :TOKENS].sum(-1))
+
+
+def test_a_row_of_unknown_context_has_the_mean_share_of_the_late_ones() -> None:
+    segments = make_segments()
+    late = segments.late * GROUP
+    share = compaction.segment_share(replace(segments, context_lse=segments.context_lse[..., :late]))
+    torch.testing.assert_close(share[..., :late], compaction.segment_share(segments)[..., :late])
+    torch.testing.assert_close(
+        share[..., late:], share[..., :late].mean(-1, keepdim=True).expand(*share.shape[:-1], 12)
+    )
 
 
 @pytest.mark.parametrize("conclusion", [0, 4, 16])
@@ -190,7 +201,8 @@ def test_taking_absent_rows_gives_zeros() -> None:
         ("keys", {"keys": torch.zeros(2, 3, 4, 5)}),
         ("values", {"values": torch.zeros(1, 1, 1, 3, 2)}),
         ("queries", {"queries": torch.zeros(1, 1, 1, 6, 3)}),
-        ("context_lse", {"context_lse": torch.zeros(1, 1, 1, 5)}),
+        ("context_lse", {"context_lse": torch.zeros(1, 1, 1, 3)}),
+        ("context_lse", {"context_lse": torch.zeros(1, 1, 1, 7)}),
         ("group", {"group": 4}),
         ("late", {"late": 4}),
         ("late", {"late": 0}),

@@ -40,7 +40,8 @@ def test_folded_branches_equal_eager_ones(tmp_path: Path, selector: str, dtype: 
             runner.graphs.check_integrity()
             assert runner.graphs.captures == made and runner.graphs.replays == len(results)
         told.append([results[n].stats[-1].logprob for n in sorted(results)])
-    assert told[0] == pytest.approx(told[1], abs=5e-2 if dtype == "fp8_e4m3" else 1e-3)
+    fewer_bits = dtype == "fp8_e4m3" or storage == "int4"  # there a last bit may become a whole level
+    assert told[0] == pytest.approx(told[1], abs=5e-2 if fewer_bits else 1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

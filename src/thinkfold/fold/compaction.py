@@ -18,9 +18,9 @@ CONCLUSION = 16  # the last tokens of a segment, where its result stands
 
 def local_attention(queries: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax of queries `[..., R, D]` over a segment's keys alone, `[..., R, T]`, and its log-sum-exp `[..., R]`."""
-    logits = queries @ keys.transpose(-1, -2) * scale
-    lse = logits.logsumexp(-1)
-    return (logits - lse.unsqueeze(-1)).exp(), lse
+    logits = (queries * scale) @ keys.transpose(-1, -2)
+    logs = logits.log_softmax(-1)
+    return logs.exp(), logits[..., 0] - logs[..., 0]
 
 
 def rms_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -28,8 +28,8 @@ def rms_attention(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
     The key score of Attention Matching (arXiv 2602.16284), there called highest attention keys.
     """
-    shares, _ = local_attention(queries, keys, scale)
-    return shares.square().mean(-2).sqrt()
+    shares = ((queries * scale) @ keys.transpose(-1, -2)).softmax(-1)
+    return torch.linalg.vector_norm(shares, dim=-2) * shares.shape[-2] ** -0.5
 
 
 def importance(segments: Segments) -> Tensor:
@@ -38,9 +38,16 @@ def importance(segments: Segments) -> Tensor:
 
 
 def segment_share(segments: Segments) -> Tensor:
-    """ρ of each row: the share of its softmax over the whole context that falls on the segment, `[F, L, H, R]`."""
-    lse = (segments.queries @ segments.keys.transpose(-1, -2) * segments.scale).logsumexp(-1)
-    return (lse - segments.context_lse).exp().clamp(max=1.0)
+    """ρ of each row: the share of its softmax over the whole context that falls on the segment, `[F, L, H, R]`.
+
+    For rows whose context is not known it is taken to be the mean of the late ones.
+    """
+    known, late = segments.context_lse.shape[-1], segments.late * segments.group
+    _, lse = local_attention(segments.queries[..., :known, :], segments.keys, segments.scale)
+    share = (lse - segments.context_lse).exp().clamp(max=1.0)
+    others = segments.queries.shape[-2] - known
+    mean = share[..., :late].mean(-1, keepdim=True)
+    return torch.cat((share, mean.expand(*share.shape[:-1], others)), -1) if others else share
 
 
 def uniform_budget(layers: int, kv_heads: int, entries: int) -> Tensor:

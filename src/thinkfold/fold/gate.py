@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinkfold.fold.compaction import local_attention, segment_share
+from thinkfold.fold.compaction import local_attention
 from thinkfold.fold.segments import Entries, Segments, Summary, attend
 
 
@@ -30,7 +30,8 @@ def estimate(held_out: Segments, summary: Summary | Entries) -> Tensor:
     output = shares @ held_out.values
     left = summary.entries(held_out.keys, held_out.values) if isinstance(summary, Summary) else summary
     folded, folded_lse = attend(rows, left, held_out.scale)
-    share = segment_share(held_out)[..., : rows.shape[-2]].clamp(max=1.0 - torch.finfo(rows.dtype).eps)
+    known = held_out.context_lse[..., : rows.shape[-2]]
+    share = (lse - known).exp().clamp(max=1.0 - torch.finfo(rows.dtype).eps)
     folded_share = (folded_lse - lse + share.logit()).sigmoid()
 
     length = output.square().sum(-1).mean(-1, keepdim=True)  # of o_R, squared

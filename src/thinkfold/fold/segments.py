@@ -21,7 +21,8 @@ class Segments:
 
     `queries` hold the `group` query heads of one KV head side by side (row = position · group + head), the `late`
     first positions are real queries from after the segment in their order, the rest stand for the future.
-    `context_lse` is the log-sum-exp of each row's scaled logits over everything it sees, the segment included.
+    `context_lse` is the log-sum-exp of a row's scaled logits over everything it sees, the segment included: of the late
+    rows at least, in order; of rows behind those that it covers it is not known.
     `ends` say where stretches of thinking end, as numbers of tokens from the segment's start; an end may lie up to a
     page behind the segment or at its start, since folds are made of whole pages. None means the segment's own end.
     """
@@ -29,7 +30,7 @@ class Segments:
     keys: Tensor  # [F, L, H, T, D]
     values: Tensor  # [F, L, H, T, D]
     queries: Tensor  # [F, L, H, R, D]
-    context_lse: Tensor  # [F, L, H, R]
+    context_lse: Tensor  # [F, L, H, late · group to R]
     late: int
     group: int
     scale: float
@@ -43,12 +44,13 @@ class Segments:
         rows = self.queries.shape[3] if self.queries.dim() == 5 else 0
         if self.queries.shape != (*self.keys.shape[:3], rows, self.keys.shape[4]):
             raise ParameterError("queries", f"must be [folds, layers, kv_heads, rows, dim], got {_shape(self.queries)}")
-        if self.context_lse.shape != self.queries.shape[:4]:
-            raise ParameterError("context_lse", f"must have one number a row, got {_shape(self.context_lse)}")
         if self.group < 1 or rows % self.group:
             raise ParameterError("group", f"must divide the {rows} rows, got {self.group}")
         if not 1 <= self.late * self.group <= rows:
             raise ParameterError("late", f"must be between 1 and {rows // self.group} positions, got {self.late}")
+        known = self.context_lse.shape[3] if self.context_lse.dim() == 4 else 0
+        if self.context_lse.shape != (*self.keys.shape[:3], known) or not self.late * self.group <= known <= rows:
+            raise ParameterError("context_lse", f"must have one number a late row, got {_shape(self.context_lse)}")
 
     @property
     def tokens(self) -> int:

@@ -5,6 +5,8 @@ It knows no branch and no page's owner; how entries are chosen is the business o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch.nn.functional import pad
 from thinkfold.attention import int4
 from thinkfold.fold import gate, selectors
 from thinkfold.fold.budgets import FoldBudgets
-from thinkfold.fold.compaction import rotate, segment_share
+from thinkfold.fold.compaction import local_attention, rotate
 from thinkfold.fold.segments import Entries, Segments, Summary
 from thinkfold.runner.attention_facts import AttentionFacts
 from thinkfold.runner.query_store import QueryStore
@@ -61,6 +63,10 @@ class Folder:
 
         `now` is the logical position that the slot computes next, None where that is not known.
         """
+        with _products_of(self._storage.tensor):
+            return self._prepare(work, now)
+
+    def _prepare(self, work: FoldPrepare, now: int | None) -> Tensor:
         (places,) = to_device([work.pages if work.blocks is None else work.blocks], self._storage.tensor.device)
         keys, values = (self._storage.read_span if work.blocks is None else self._storage.read_blocks)(places)
         layers, heads, tokens, _ = keys.shape
@@ -145,35 +151,28 @@ class Folder:
     ) -> tuple[Segments, Segments]:
         """The span as the selector sees it, and with the queries that are held out for the gate.
 
-        Late positions judge; where there are none yet, the newest ones that there are. The past
-        is what came before them, turned ahead; its share of the softmax is unknown and taken to
-        be the mean share of the late rows that the selector sees.
+        Late positions judge; where there are none yet, the newest ones that there are. The past is what came before
+        them, turned ahead.
         """
         late = [p for p in positions if p >= work.end] or positions[-HELD_OUT * 4 :]
         past = [p for p in positions if p < late[0]]
         apart = len(late) // HELD_OUT
-        seen, held = (late[:-apart], late[-apart:]) if apart else (late, late)
         facts, raw = self._facts, (keys[None], values[None])
-        rows, lse = self._rows(work.slot, seen, keys)
-        group = rows.shape[3] // len(seen)
-        known = Segments(*raw, rows, lse, late=len(seen), group=group, scale=facts.scale, ends=work.ends)
-        rows, lse = self._rows(work.slot, held, keys)
-        judge = Segments(*raw, rows, lse, late=len(held), group=group, scale=facts.scale)
-        if not past or facts.inv_freq is None:
-            return known, judge
-        rows, _ = self._rows(work.slot, past, keys)
-        turns = [late[-1] + AHEAD[i % len(AHEAD)] - position for i, position in enumerate(past) for _ in range(group)]
-        (shift,) = to_device([turns], keys.device)
-        rows = rotate(rows, shift, facts.inv_freq)
-        own = (rows @ keys[None].transpose(-1, -2) * facts.scale).logsumexp(-1)
-        lse = own - segment_share(known).mean(-1, keepdim=True).log()
-        queries, lses = torch.cat((known.queries, rows), 3), torch.cat((known.context_lse, lse), 3)
-        return Segments(*raw, queries, lses, late=len(seen), group=group, scale=facts.scale, ends=work.ends), judge
+        rows, lse = self._rows(work.slot, positions, keys)  # of the past, then late ones
+        group = rows.shape[3] // len(positions)
+        first, held, known = (n * group for n in (len(past), apart or len(late), len(late) - apart))
+        judge = Segments(*raw, rows[..., -held:, :], lse[..., -held:], held // group, group, facts.scale)
+        seen, seen_lse = rows[..., first : first + known, :], lse[..., first : first + known]
+        if past and facts.inv_freq is not None:
+            turns = [late[-1] + AHEAD[i % len(AHEAD)] - p for i, p in enumerate(past) for _ in range(group)]
+            (shift,) = to_device([turns], keys.device)
+            seen = torch.cat((seen, rotate(rows[..., :first, :], shift, facts.inv_freq)), 3)
+        return Segments(*raw, seen, seen_lse, known // group, group, facts.scale, work.ends), judge
 
     def _alone(self, work: FoldPrepare, keys: Tensor, values: Tensor) -> tuple[Segments, Segments]:
         """Where no query was kept at all, the span's newest keys stand in for queries that see nothing but the span."""
         rows = keys[None, :, :, -HELD_OUT * 4 :]
-        lse = (rows @ keys[None].transpose(-1, -2) * self._facts.scale).logsumexp(-1)
+        _, lse = local_attention(rows, keys[None], self._facts.scale)
         raw, late, scale = (keys[None], values[None]), rows.shape[3], self._facts.scale
         stand_in = Segments(*raw, rows, lse, late=late, group=1, scale=scale, ends=work.ends)
         return stand_in, stand_in
@@ -187,8 +186,21 @@ class Folder:
         heads = keys.shape[1]
         rows = queries.to(keys.dtype).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
         lses = lse.to(keys.dtype).unflatten(2, (heads, -1)).transpose(1, 2).flatten(2, 3)
-        lses = lses.masked_fill(self._facts.windowed[:, None, None], torch.inf)
+        if self._facts.window:
+            lses = lses.masked_fill(self._facts.windowed[:, None, None], torch.inf)
         return rows[None], lses[None]
+
+
+@contextmanager
+def _products_of(memory: Tensor) -> Iterator[None]:
+    """Products of fp32 on a GPU in TF32 where memory holds fewer bits than that: keys and queries lose nothing."""
+    precision = torch.get_float32_matmul_precision()
+    if memory.is_cuda and memory.dtype.itemsize <= torch.bfloat16.itemsize:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def in_blocks(entries: Entries, layout: int4.Layout) -> tuple[Tensor, Entries]:

@@ -1,0 +1,165 @@
+"""What does a fold cost a step: choosing and judging (prepare), and writing the summary (commit)?
+
+Memory, tables and kept queries of one model's shape are filled with random numbers; no model runs. `device_ms` is the
+time between two events around the call while nothing else runs, `host_ms` what the call takes of the host. Both are
+medians. The floor is one reading of the span's keys and values over the copy bandwidth of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from statistics import median
+
+import torch
+
+from thinkfold.cli import rows
+from thinkfold.errors import ParameterError
+from thinkfold.fold.budgets import FoldBudgets
+from thinkfold.kv.summary import SummaryGrowth
+from thinkfold.runner.attention_facts import AttentionFacts
+from thinkfold.runner.folder import Folder
+from thinkfold.runner.query_store import QueryStore
+from thinkfold.runner.storage import KVStorage
+from thinkfold.runner.summary_tables import SummaryTables
+from thinkfold.scheduler.output import BatchRow, FoldCommit, FoldPrepare
+
+CASES = ("512to32/28x4x7x128", "1024to64/28x4x7x128", "1024to64/36x8x4x128", "4096to64/36x8x4x128")
+DELAY = 256  # tokens after the span, as in profile `default`
+PAST = 4096  # tokens before it
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A fold of `tokens` to `entries` a head; heads are `group` query heads on each KV head."""
+
+    tokens: int
+    entries: int
+    layers: int
+    kv_heads: int
+    group: int
+    head_dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Of `1024to64/28x4x7x128`. Raises ParameterError."""
+        try:
+            tokens, entries, *model = (int(part) for part in text.replace("to", "x").replace("/", "x").split("x"))
+            return cls(tokens, entries, *model)
+        except (TypeError, ValueError) as error:
+            raise ParameterError("case", f"must be like {CASES[0]}, got {text!r:.60}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One slot of a filled memory."""
+
+    folder: Folder
+    prepare: FoldPrepare
+    now: int
+    commit: FoldCommit
+
+    @classmethod
+    def of(cls, shape: Shape, page_size: int, selector: str, device: torch.device, dtype: torch.dtype) -> Bench:
+        heads = shape.layers * shape.kv_heads
+        span = shape.tokens // page_size
+        blocks = -(-shape.entries // page_size)
+        pages = span + 1 + blocks
+        storage = KVStorage(
+            pages, shape.layers, shape.kv_heads, page_size, shape.head_dim, dtype, device, bias=device.type == "cuda"
+        )
+        for page in storage.tensor:
+            page.copy_(torch.randn(page.shape, device=device))
+        tables = SummaryTables(1, shape.layers, shape.kv_heads, page_size, blocks, device)
+        tables.reserve()
+        queries = QueryStore(1, shape.layers, shape.kv_heads * shape.group, shape.head_dim, dtype, device)
+        now = PAST + shape.tokens + DELAY
+        _, lines = queries.place([BatchRow(0, [0] * now, False, 0, 0, [], keep_queries=True)])
+        kept = torch.randn(shape.layers, len(lines), shape.kv_heads * shape.group, shape.head_dim, device=device)
+        queries.keep(torch.tensor(lines, device=device), kept.to(dtype), kept[..., 0].float().abs() + 9.0)
+        inv_freq = 1e6 ** -(torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim)
+        windowed = torch.zeros(shape.layers, dtype=torch.bool, device=device)
+        facts = AttentionFacts(shape.head_dim**-0.5, windowed, inv_freq, window=0)
+        order = torch.randperm(span).tolist()
+        prepare = FoldPrepare(0, 0, order, PAST + shape.tokens, (shape.tokens,), selector, shape.entries)
+        first = (span + 1) * heads
+        mine = [[first + head * blocks + i for i in range(blocks)] for head in range(heads)]
+        growth = SummaryGrowth([shape.entries] * heads, [0] * heads, mine)
+        folder = Folder(storage, tables, queries, FoldBudgets(shape.layers, shape.kv_heads), facts)
+        return cls(folder, prepare, now, FoldCommit(0, 0, order, growth))
+
+
+def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Seconds on the device (of the host, where that is the device) and of the host until the call came back."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        call()
+        took = time.perf_counter() - started
+        return took, took
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    started = time.perf_counter()
+    call()
+    host = time.perf_counter() - started
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000, host
+
+
+def measure(bench: Bench, device: torch.device, runs: int) -> dict[str, float]:
+    """Medians of both halves of a fold, in ms, over `runs` folds after three."""
+    times: dict[str, list[tuple[float, float]]] = {"prepare": [], "commit": []}
+    with torch.no_grad():
+        for _ in range(runs + 3):
+            times["prepare"].append(timed(lambda: bench.folder.prepare(bench.prepare, bench.now), device))
+            times["commit"].append(timed(lambda: bench.folder.commit(bench.commit), device))
+    return {
+        f"{half}_{what}_ms": median(pair[i] for pair in pairs[3:]) * 1000
+        for half, pairs in times.items()
+        for i, what in enumerate(("device", "host"))
+    }
+
+
+def floor_ms(shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
+    """One reading of the span at half of what a copy reads and writes in a second, in ms."""
+    size = 2 * shape.tokens * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+    source = torch.zeros(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = min(timed(lambda: target.copy_(source), device)[0] for _ in range(10))
+    return size / (2 * source.numel() / best) * 1000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every case; print and keep its row."""
+    parser = argparse.ArgumentParser(prog="thinkfold bench fold_step", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--case", action="append", help=f"tokens, entries, layers x KV heads x group x dim: {CASES[0]}")
+    parser.add_argument("--selector", default="conclusion_attention")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
+    parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for case in args.case or CASES:
+        shape = Shape.parse(case)
+        bench = Bench.of(shape, args.page_size, args.selector, device, dtype)
+        metrics = {**measure(bench, device, args.runs), "floor_ms": floor_ms(shape, dtype, device)}
+        versions = {"triton": version("triton")} if device.type == "cuda" else {}
+        row = rows.make_row("fold_step", case, metrics, seed=0, device=device.type, extra_versions=versions)
+        if not args.no_record:
+            rows.keep(row)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        print(json.dumps(row) if args.json else f"{case}: {shown}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
