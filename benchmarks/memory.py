@@ -28,6 +28,7 @@ import torch
 from thinkfold import AsyncEngine, EngineConfig, SamplingParams
 from thinkfold.cli import rows
 from thinkfold.cli.evaluation import Question, suite_questions
+from thinkfold.cli.watched import WatchedCore
 from thinkfold.engine.build import build_core
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.messages import ModelInfo
@@ -36,7 +37,6 @@ from thinkfold.runner.loader import pick_device
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.scheduler import Scheduler
 from thinkfold.scheduler.simulation import Simulation, Window, Work, percentile
-from thinkfold.scheduler.watch import Watch
 from thinkfold.types import RequestOutput
 
 MEAN_TOKENS = 5507  # of a request of `long`: prompt, thinking and answer
@@ -63,63 +63,6 @@ class Done:
     seconds: float
     correct: bool
     output: RequestOutput
-
-
-class WatchedCore:
-    """A core that measures itself from the end of request `ramp` until `completions` more have ended.
-
-    Its means are over seconds, or over steps.
-    """
-
-    def __init__(self, core: EngineCore, ramp: int, completions: int, *, by_steps: bool) -> None:
-        self._core = core
-        self._by_steps = by_steps
-        self.scheduler: Scheduler = core._scheduler
-        self._ramp, self._wanted = ramp, ramp + completions
-        self._watch: Watch | None = None
-        self._ended = self._tokens = self._first_step = 0
-        self._last = 0.0
-        self.numbers: dict[str, float] = {}  # of the window, once it has closed
-        self.steps = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-    def advance(self) -> None:
-        if self._watch is None and self._ended >= self._ramp:
-            self._watch, self._first_step, self._tokens = Watch(self.scheduler), self._core.stats().steps, 0
-            self._last = time.perf_counter()
-        self._core.advance()
-        if self._watch is not None and not self.numbers:
-            now = time.perf_counter()
-            self._watch.tick(1.0 if self._by_steps else now - self._last)
-            self._last = now
-
-    def news(self) -> list[RequestOutput]:
-        outputs = self._core.news()
-        self._ended += sum(output.finished for output in outputs)
-        self._tokens += sum(len(branch.token_ids) for output in outputs for branch in output.outputs)
-        if self._watch is not None and not self.numbers and self._ended >= self._wanted:
-            self._close(self._watch)
-        return outputs
-
-    def _close(self, watch: Watch) -> None:
-        self.steps = self._core.stats().steps - self._first_step
-        forced = watch.forced
-        self.numbers = {
-            "safe_sessions": watch.safe_sessions,
-            "running_mean": watch.running_mean,
-            "forced_preemptions": forced.total(),
-            **{f"forced_{rung}": count for rung, count in forced.items()},
-            "output_tokens_per_s": self._tokens / watch.seconds,
-            "kv_pool_use_mean": watch.kv_pool_use_mean,
-            "kv_waste_share": watch.kv_waste_share,
-            "kv_unused_share": watch.kv_unused_share,
-            "pages_mean": watch.pages_mean,
-            "folds": watch.folds,
-            "steps": self.steps,
-            "seconds": watch.seconds,
-        }
 
 
 @dataclass(slots=True)
@@ -178,7 +121,9 @@ async def measure(case: str, config: EngineConfig, args: argparse.Namespace) -> 
 
     def build(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         core, model = build_core(config)
-        kept.append(WatchedCore(core, args.ramp, args.completions, by_steps=args.counts))
+        kept.append(
+            WatchedCore(core, lambda ended: ended >= args.ramp, lambda ended: ended >= wanted, by_steps=args.counts)
+        )
         return cast(EngineCore, kept[0]), model
 
     wanted = args.ramp + args.completions

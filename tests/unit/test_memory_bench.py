@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from thinkfold.cli import bench
+from thinkfold.cli import bench, watched
 from thinkfold.config import EngineConfig
 
 memory = bench.load(Path(__file__).parents[2] / "benchmarks" / "memory.py")
@@ -39,10 +39,10 @@ def test_pages_of_every_size_share_the_same_bytes() -> None:
 def test_means_over_steps_weigh_each_step_the_same(by_steps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: list[float] = []
     clock = iter([0.0, 5.0, 6.0])
-    monkeypatch.setattr(memory, "Watch", lambda scheduler: SimpleNamespace(tick=ticks.append))
-    monkeypatch.setattr(memory, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(watched, "Watch", lambda scheduler: SimpleNamespace(tick=ticks.append))
+    monkeypatch.setattr(watched, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     core: Any = SimpleNamespace(_scheduler=None, advance=lambda: None, stats=lambda: SimpleNamespace(steps=0))
-    watched = memory.WatchedCore(core, 0, 9, by_steps=by_steps)
-    watched.advance()
-    watched.advance()
+    looking = watched.WatchedCore(core, lambda _: True, lambda _: False, by_steps=by_steps)
+    looking.advance()
+    looking.advance()
     assert ticks == ([1.0, 1.0] if by_steps else [5.0, 1.0])
