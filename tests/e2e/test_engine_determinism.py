@@ -3,26 +3,25 @@
 import asyncio
 
 import pytest
-import torch
 
+from tests.small_pebble import PAGE_BYTES, small_pebble
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
-from thinkfold.runner.storage import page_bytes
 from thinkfold.types import SamplingParams, ThinkingParams
 
-PAGE = page_bytes(8, 2, 16, 64, torch.float32, bias=True)  # Pebble's
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
 QUESTIONS = ["What is 12 * 3?", "Name a town. " * 9, "x", "Sort 3 1 2 please, and then sort it again. " * 4]
 
 
 def config(**changes):
-    base = {"load_format": "dummy", "kv_cache_bytes": 32 << 20, "max_num_seqs": 8, "own_process": False}
+    base = {"model": small_pebble(), "load_format": "dummy", "kv_cache_bytes": 32 << 20, "max_num_seqs": 8}
     return EngineConfig(**{**base, **changes})
 
 
 def sampling(i, **changes):
-    return SamplingParams(**{"temperature": 0.8, "top_p": 0.95, "seed": i, "max_tokens": 24, "logprobs": 0, **changes})
+    base = {"temperature": 0.8, "top_p": 0.95, "seed": i, "max_tokens": 24, "ignore_eos": True, "logprobs": 0}
+    return SamplingParams(**{**base, **changes})
 
 
 async def answers(config, *, together, repeat=1, n=1):
@@ -50,7 +49,7 @@ async def test_alone_equals_a_busy_batch_bit_by_bit(alone):
 
 async def test_it_holds_for_the_shipped_weights_too():
     """They are read in 16 bits, which random ones are not."""
-    shipped = config(load_format="auto", enable_prefix_caching=False)
+    shipped = config(model="pebble", load_format="auto", enable_prefix_caching=False)
     (one_by_one, _), (busy, _) = await answers(shipped, together=False), await answers(shipped, together=True)
     assert busy == one_by_one
 
@@ -66,7 +65,7 @@ async def test_one_step_ahead_changes_nothing(alone):
 
 
 async def test_preemption_changes_nothing(alone):
-    squeezed, stats = await answers(config(kv_cache_bytes=10 * PAGE, admission="greedy"), together=True)
+    squeezed, stats = await answers(config(kv_cache_bytes=10 * PAGE_BYTES, admission="greedy"), together=True)
     assert stats.preemptions > 0
     assert squeezed == alone
 
@@ -81,7 +80,7 @@ async def test_case_34_choice_0_is_the_single_run_and_choices_repeat(alone):
 
 async def test_case_37_a_prefix_hit_equals_a_cold_run(alone):
     """Prompts around page borders, cold and hot, with neighbours, after the pool was recycled."""
-    engine = await AsyncEngine.start(config(kv_cache_bytes=40 * PAGE))
+    engine = await AsyncEngine.start(config(kv_cache_bytes=44 * PAGE_BYTES))
     greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0)
     try:
         for length in (15, 16, 17, 32, 33):

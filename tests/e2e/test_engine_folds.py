@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.small_pebble import NUM_LAYERS, PAGE_BYTES, small_pebble
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
@@ -16,7 +17,7 @@ from thinkfold.types import FOLD_PROFILES, FoldParams, FoldProfile, SamplingPara
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
 QUESTIONS = ["What is 12 * 3?", "Name a town. " * 9, "x"]
 THINK = AutoTokenizer.from_pretrained(pebble_path()).convert_tokens_to_ids("<think>")
-PAGE_BYTES = page_bytes(8, 2, 16, 64, torch.float32, bias=True)  # Pebble's
+PLAIN_BYTES = page_bytes(NUM_LAYERS, 2, 16, 64, torch.float32)  # of a page without room for β
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,6 +30,7 @@ def short_segments():
 
 def config(**changes):
     base = {
+        "model": small_pebble(),
         "load_format": "dummy",
         "kv_cache_bytes": 400 * PAGE_BYTES,
         "max_num_seqs": 8,
@@ -137,7 +139,7 @@ async def test_pressure_folds_instead_of_preempting():
 
 def test_eager_folds_into_four_bits_give_the_same_tokens_alone_and_together():
     """With as many entries as fill the same bytes, and not those of a fold in the model's dtype."""
-    small = {"fold_storage": "int4", "kv_cache_bytes": 400 * page_bytes(8, 2, 16, 64, torch.float32)}
+    small = {"fold_storage": "int4", "kv_cache_bytes": 400 * PLAIN_BYTES}
     alone, spans, stats, results = asyncio.run(answers(config(**small), together=False))
     busy, others, _, _ = asyncio.run(answers(config(**small), together=True))
     assert (alone, spans) == (busy, others)
@@ -148,8 +150,9 @@ def test_eager_folds_into_four_bits_give_the_same_tokens_alone_and_together():
 
 
 def test_short_memory_quantises_before_it_folds_and_forces_nobody_out():
-    pages = page_bytes(8, 2, 16, 64, torch.float32)
-    tight = config(fold_policy="pressure", fold_storage="int4", kv_cache_bytes=30 * pages, enable_prefix_caching=False)
+    tight = config(
+        fold_policy="pressure", fold_storage="int4", kv_cache_bytes=30 * PLAIN_BYTES, enable_prefix_caching=False
+    )
     _, _, stats, results = asyncio.run(answers(tight, together=True))
     assert stats.pressure.get("quantise", 0) >= stats.quantised > 0
     assert stats.preemptions == 0

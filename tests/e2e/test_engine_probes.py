@@ -11,7 +11,7 @@ from test_engine_folds import NO_LIMIT, THINK, config
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.types import FOLD_PROFILES, FoldProfile, RequestOutput, SamplingParams
 
-TOKENS = 110
+TOKENS = 160
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.small_pebble import small_pebble
 from thinkfold import LLM, AsyncEngine, EngineConfig, Grammar, SamplingParams, ThinkingParams
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.text.tool_calls import FORMATS, CallBegun, ToolCallParser
@@ -23,7 +24,7 @@ CITY = {
 QUESTION = {"role": "user", "content": "hi"}
 OPEN = [QUESTION, {"role": "assistant", "content": "<think>So"}]
 BUDGET = ThinkingParams(thinking_token_budget=12)
-DUMMY = {"model": "pebble", "load_format": "dummy", "seed": 0, "kv_cache_bytes": 32 << 20, "own_process": False}
+DUMMY = {"model": small_pebble(), "load_format": "dummy", "seed": 0, "kv_cache_bytes": 32 << 20, "own_process": False}
 OFF = ThinkingParams(enabled=False)
 
 

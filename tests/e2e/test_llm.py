@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.small_pebble import small_pebble
 from thinkfold import LLM, FoldParams, SamplingParams, ThinkingParams
 from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError
 from thinkfold.types import Service, SessionParams, ThinkingEndReason
@@ -12,7 +13,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("pebble", load_format="dummy", kv_cache_bytes=32 << 20, own_process=False) as llm:
+    with LLM(small_pebble(), load_format="dummy", kv_cache_bytes=32 << 20, fold_profile="pebble") as llm:
         yield llm
 
 
@@ -102,7 +103,7 @@ def test_what_folding_cannot_do_is_refused(llm):
 
 
 def test_more_choices_than_the_queue_holds_are_sent_bit_by_bit_and_closing_twice_is_allowed():
-    with LLM("pebble", load_format="dummy", kv_cache_bytes=32 << 20, max_num_seqs=2, max_waiting=4) as small:
+    with LLM(small_pebble(), load_format="dummy", kv_cache_bytes=32 << 20, max_num_seqs=2, max_waiting=4) as small:
         outputs = small.generate(["a"] * 6, SamplingParams(n=3, max_tokens=2, ignore_eos=True))
         assert [len(o.outputs) for o in outputs] == [3] * 6
         with pytest.raises(ParameterError):
