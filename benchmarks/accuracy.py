@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace, asked: Sequence[Arm]) -> Iterator[tuple[Ar
     shares = shards(args, asked)
     found: dict[str, list[tuple[list[Result], float]]] = {arm.name: [] for arm in asked}
     by_name = {arm.name: arm for arm in asked}
-    for name, results, seconds in spread(ask, shares):
+    for name, results, seconds in spread(ask, shares, args.gpus):
         found[name].append((results, seconds))
         print(f"{name}: {len(found[name])} of {len(shares)} processes", file=sys.stderr)
         if len(found[name]) == len(shares):
@@ -110,6 +110,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--offset", type=int, default=0, help="number of the first question")
     parser.add_argument("--arms", nargs="+", default=["off", "off", "eager"], metavar="ARM")
     parser.add_argument("--processes", type=int, default=1, help="engines side by side (default: 1)")
+    parser.add_argument("--gpus", type=int, default=0, help="spread the processes over so many GPUs")
     parser.add_argument("--concurrency", type=int, default=64, help="sequences at a time in each engine (default: 64)")
     parser.add_argument("--kv-cache-bytes", type=int, help="pool of each engine; needed where several share a device")
     parser.add_argument("--thinking-token-budget", type=int, default=-1, help="of an answer (default: no limit)")

@@ -171,7 +171,7 @@ def recorded(args: argparse.Namespace) -> list[Record]:
     """Samples and probes of all problems that were begun, in the order of their numbers."""
     found: dict[int, list[Record]] = {}
     with tqdm(total=args.n, unit="problem", file=sys.stderr) as bar:
-        for records_of_one in spread(record, shares(args)):
+        for records_of_one in spread(record, shares(args), args.gpus):
             found[records_of_one[0].index] = records_of_one
             bar.update()
     return [one for _, group in sorted(found.items()) for one in group]
@@ -225,6 +225,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--probe-every", type=int, default=128, metavar="N", help="least tokens between two probes; 0: none"
     )
     parser.add_argument("--processes", type=int, default=1, help="engines side by side (default: 1)")
+    parser.add_argument("--gpus", type=int, default=0, help="spread the processes over so many GPUs")
     parser.add_argument("--concurrency", type=int, default=16, help="sequences at a time in each engine (default: 16)")
     parser.add_argument("--kv-cache-bytes", type=int, help="pool of each engine; needed where several share a device")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no problem after so many")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -11,20 +12,27 @@ from typing import Any, TypeVar
 
 from thinkfold.errors import ThinkfoldError
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PATIENCE = 5.0  # seconds without news after which the processes are looked at
 
 Share = TypeVar("Share")
 News = TypeVar("News")
 
 
-def spread(work: Callable[[Share, Callable[[News], None]], None], shares: Sequence[Share]) -> Iterator[News]:
+def spread(
+    work: Callable[[Share, Callable[[News], None]], None], shares: Sequence[Share], gpus: int = 0
+) -> Iterator[News]:
     """All that `work(share, tell)` tells, each share in a process of its own, until every one is through.
 
-    Raises ThinkfoldError where a process has died. `work` and shares are pickled: `work` is a function of the package.
+    With `gpus`, process k sees GPU k modulo so many, of those that are visible here, and no other. Raises ThinkfoldError where a process has died.
+    `work` and shares are pickled: `work` is a function of the package.
     """
     context = multiprocessing.get_context("spawn")
     told: Queue[tuple[bool, Any]] = context.Queue()
-    workers = [context.Process(target=_run, args=(work, share, told)) for share in shares]
+    workers = [
+        context.Process(target=_run, args=(work, share, told, k % gpus if gpus else None))
+        for k, share in enumerate(shares)
+    ]
     for worker in workers:
         worker.start()
     running = len(workers)
@@ -41,7 +49,12 @@ def spread(work: Callable[[Share, Callable[[News], None]], None], shares: Sequen
             worker.join()
 
 
-def _run(work: Callable[[Any, Callable[[Any], None]], None], share: Any, told: Queue[tuple[bool, Any]]) -> None:
+def _run(
+    work: Callable[[Any, Callable[[Any], None]], None], share: Any, told: Queue[tuple[bool, Any]], gpu: int | None
+) -> None:
+    if gpu is not None:
+        seen = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = seen.split(",")[gpu] if seen else str(gpu)  # read when this process first asks for one
     work(share, lambda news: told.put((False, news)))
     told.put((True, None))
 
