@@ -24,8 +24,8 @@ def spread(
 ) -> Iterator[News]:
     """All that `work(share, tell)` tells, each share in a process of its own, until every one is through.
 
-    With `gpus`, process k sees GPU k modulo so many, of those that are visible here, and no other. Raises ThinkfoldError where a process has died.
-    `work` and shares are pickled: `work` is a function of the package.
+    With `gpus`, process k sees GPU k modulo so many, of those that are visible here, and no other. `work` and shares
+    are pickled: `work` is a function of the package. Raises ThinkfoldError where a process has died.
     """
     context = multiprocessing.get_context("spawn")
     told: Queue[tuple[bool, Any]] = context.Queue()
