@@ -142,7 +142,7 @@ class LLM:
         config, n = self.engine.config, how.samples if how else sampling.n if sampling else 1
         call = None if session is None else self._sessions.open("", session, len(asked) * n)
         if call is not None:
-            service = replace(service or Service(), session_budget=call.budget)
+            service = replace(service or Service(), session=call.name, session_budget=call.budget)
         limit = asyncio.Semaphore(max(1, (config.max_num_seqs + config.max_waiting // 2) // n))
 
         async def one(number: int, ids: Sequence[int], text: str) -> RequestOutput:

@@ -15,6 +15,7 @@ import uvicorn
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import EngineStats
+from thinkfold.server.access.gate import Access
 from thinkfold.server.app import build_app
 
 DUMMY = {"load_format": "dummy", "seed": 0, "max_model_len": 2048, "kv_cache_bytes": 64 * 1024 * 1024}
@@ -43,9 +44,9 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 
-def run_server(config: EngineConfig) -> Iterator[Served]:
+def run_server(config: EngineConfig, access: Access | None = None) -> Iterator[Served]:
     """Serve `config` from a thread until the generator is closed."""
-    app = build_app(start=lambda: AsyncEngine.start(config))
+    app = build_app(start=lambda: AsyncEngine.start(config), access=access)
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # the main thread has loops of its own

@@ -3,7 +3,7 @@
 import pytest
 from scripted import CLOSE, EOS, OPEN_PROMPT, ids, loop, make_engine, script
 
-from thinkfold.engine.commands import Cancel, EndThinking, Inject, Pause, Probe, Resume, SetBudget
+from thinkfold.engine.commands import Cancel, EndThinking, Forget, Fork, Inject, Pause, Probe, Resume, SetBudget
 from thinkfold.errors import ConflictError, NotFoundError, ParameterError
 from thinkfold.types import FinishReason, Service, ThinkingEndReason, ThinkingParams, Tier
 
@@ -109,6 +109,30 @@ def test_a_paused_request_gives_way_before_a_running_one(depth, host_pages):
     assert engine.one().token_ids == plain
     moved = sum(output.costs.swapped_bytes for output in engine.outputs.values())
     assert engine.core.stats().swapped_bytes == moved and (moved > 0) == bool(host_pages)
+
+
+@DEPTHS
+def test_a_forgotten_session_leaves_no_kv_on_device_or_host(depth):
+    engine = started(depth, 12, num_pages=24, host_pages=64, service=Service(session="s"))
+    ask(engine, Fork)
+    ask(engine, Pause)
+    for seed, (name, session) in enumerate((("other", "t"), ("nobody", "")), 1):
+        engine.add(
+            request_id=name, token_of=script("x " * 60 + CLOSE + EOS), seed=seed, service=Service(session=session)
+        )
+        engine.runner.by_seed[seed] = name
+    for _ in range(300):
+        if engine.core.scheduler.kv.host_usage():
+            break
+        engine.step()
+    assert engine.core.scheduler.kv.host_usage() > 0, "the paused request lies on the host"
+    gone = ask(engine, Forget, owner="", labels=(), session="s")
+    assert (gone["calls"], gone["handles"]) == (1, 1)
+    assert engine.core.scheduler.kv.host_usage() == 0 and len(engine.core.handles) == 0
+    engine.run()
+    assert engine.one().finish_reason is FinishReason.ABORT and engine.finals == {"r": 1, "other": 1, "nobody": 1}
+    assert engine.one("other").finish_reason is engine.one("nobody").finish_reason is FinishReason.STOP
+    assert engine.core.stats().kv_pages.held == 0
 
 
 @DEPTHS

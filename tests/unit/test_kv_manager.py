@@ -191,24 +191,28 @@ def test_random_operations_keep_every_page_accounted_for():
         if rng.random() < 0.7:
             kv.finish_step(step)
         step += 1
-        action = rng.choice(("new", "grow", "fork", "free", "free", "publish"))
+        action = rng.choice(("new", "grow", "fork", "free", "free", "publish", "forget"))
         done[action] += 1
         if action == "new":
             stem = rng.randrange(3) * 50
             tokens = [*TOKENS[stem : stem + rng.randrange(1, 30)], rng.randrange(5)]
-            table, namespace = PageTable(), (f"tenant={rng.randrange(2)}",)
+            table, namespace = PageTable(session=rng.choice(("", "a", "b"))), (f"tenant={rng.randrange(2)}",)
             found = kv.match(table, namespace, tokens, len(tokens) - 1)
             if kv.allocate(table, len(tokens) - found, PageClass.PROMPT):
                 table.kv_len = len(tokens)
                 tables.append((table, tokens, namespace))
             else:
                 kv.free(table)
+        elif action == "forget":
+            session = rng.choice(("a", "b"))
+            if all(table.session != session for table, _, _ in tables):
+                done["forgotten"] += kv.prefixes.forget((), session)
         elif tables:
             table, tokens, namespace = rng.choice(tables)
             if action == "grow" and kv.allocate(table, 1, PageClass.THINKING):
                 table.kv_len += 1
             elif action == "fork":
-                child = PageTable()
+                child = PageTable(session=table.session)
                 kv.fork(table, child, rng.randrange(1, table.kv_len + 1))
                 tables.append((child, tokens, namespace))
             elif action == "publish":
@@ -226,4 +230,4 @@ def test_random_operations_keep_every_page_accounted_for():
     kv.clear_cache()
     assert kv.num_available == 24
     kv.check_integrity([])
-    assert min(done.values()) > 10_000
+    assert done.pop("forgotten") > 100 and min(done.values()) > 10_000

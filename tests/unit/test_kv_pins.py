@@ -17,9 +17,9 @@ def make(num_pages=12, reserve=0):
     return KVManager(num_pages, SIZE, enable_prefix_caching=True, reserve_pages=reserve)
 
 
-def publish(kv, tokens):
+def publish(kv, tokens, session=""):
     """Compute a prefix and leave it to the tree; its pages."""
-    table = PageTable()
+    table = PageTable(session=session)
     found = kv.match(table, (), tokens, len(tokens))
     assert kv.allocate(table, len(tokens) - found, PageClass.PROMPT)
     table.kv_len = len(tokens)
@@ -190,4 +190,32 @@ def test_a_forgotten_namespace_leaves_only_what_somebody_still_reads():
     )
     kv.free(other)
     assert kv.prefixes.forget(()) == 3, "no labels are everybody's"
+    kv.check_integrity([])
+
+
+def test_a_forgotten_session_takes_what_it_alone_has_used():
+    kv = make(num_pages=40)
+    system, mine, others = stem(1, 2), stem(2, 3), stem(3, 1)
+    publish(kv, system)
+    publish(kv, [*system, *mine], "a")
+    publish(kv, [*system, *mine[:SIZE], *others], "b")
+    publish(kv, [*stem(4, 2), *mine], "a")
+    publish(kv, stem(4, 2)[:SIZE])
+    assert kv.prefixes.forget((), "c") == 0
+    assert kv.prefixes.forget((), "a") == 2 + 4, "what came behind b's page, and behind what nobody's request has used"
+    kv.check_integrity([])
+    assert hit(kv, [*system, *mine]) == 3 * SIZE and hit(kv, [*stem(4, 2), *mine]) == SIZE
+    assert kv.prefixes.forget((), "b") == 1, "a request without a session has found b's first page by now"
+    assert hit(kv, [*system, *mine[:SIZE], *others]) == 3 * SIZE
+
+
+def test_two_sessions_of_one_page_are_forgotten_one_by_one():
+    kv = make(num_pages=40)
+    for session in ("a", "b"):
+        publish(kv, stem(1, 3), session)
+    assert kv.prefixes.forget((), "a") == 0, "b has used them, too"
+    assert kv.prefixes.forget((), "b") == 3
+    for number in range(9):
+        publish(kv, stem(1, 3), f"s{number}")
+    assert sum(kv.prefixes.forget((), f"s{number}") for number in range(9)) == 0, "a prompt of many is nobody's own"
     kv.check_integrity([])

@@ -146,5 +146,5 @@ class AsyncSession:
         return values.session_of(await self._client.perform(values.session("get", self.params.id)))
 
     async def delete(self) -> None:
-        """Forget it; calls that run go on."""
+        """Forget it and all that its calls have left; those that run end."""
         await self._client.perform(values.session("delete", self.params.id))

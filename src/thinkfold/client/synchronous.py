@@ -144,5 +144,5 @@ class Session:
         return values.session_of(self._client.perform(values.session("get", self.params.id)))
 
     def delete(self) -> None:
-        """Forget it; calls that run go on."""
+        """Forget it and all that its calls have left; those that run end."""
         self._client.perform(values.session("delete", self.params.id))

@@ -38,6 +38,10 @@ class Requests(Protocol):
         """Raises NotFoundError."""
         ...
 
+    def running(self) -> list[Running]:
+        """Requests that have not ended, paused ones among them."""
+        ...
+
     def tick(self) -> None:
         """Charge the time until now to what requests have been doing."""
         ...

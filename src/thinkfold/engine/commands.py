@@ -116,7 +116,7 @@ class Drop(Order):
 class Prefill(Order):
     """Compute a prefix before it is asked for and pin it under the name `request_id`, for `ttl_s` (None: for good).
 
-    `idle`: for a turn that may never come, so in idle steps only and given up first.
+    `idle`: for a turn that may never come, so in idle steps only and given up first. `session`: whose turn it is.
     """
 
     token_ids: tuple[int, ...]
@@ -124,6 +124,7 @@ class Prefill(Order):
     owner: str = ""
     idle: bool = False
     ttl_s: float | None = None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +143,14 @@ class Unpin(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget(Order):
-    """Let go of all that is kept for `owner` and for namespaces that begin with `labels`."""
+    """Let go of all that is kept for `owner` and for namespaces that begin with `labels`.
+
+    With `session` only of what is kept for that one, whose requests are ended.
+    """
 
     owner: str
     labels: tuple[str, ...]
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

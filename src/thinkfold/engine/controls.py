@@ -154,6 +154,7 @@ class Controls(ABC):
         owner: str = "",
         idle: bool = False,
         ttl_s: float | None = None,
+        session: str = "",
     ) -> PinnedPrefix:
         """Compute the whole pages of a prefix before it is asked for, and pin them; see `Prefill`.
 
@@ -171,6 +172,7 @@ class Controls(ABC):
             owner=owner,
             idle=idle,
             ttl_s=ttl_s,
+            session=session,
         )
         return await self._ask(order)
 
@@ -182,12 +184,13 @@ class Controls(ABC):
         """Let go of an owner's pin. Raises NotFoundError."""
         await self._ask(Unpin(call=self._next(), request_id=name, owner=owner))
 
-    async def forget(self, owner: str = "", labels: tuple[str, ...] = ()) -> dict[str, int]:
+    async def forget(self, owner: str = "", labels: tuple[str, ...] = (), session: str = "") -> dict[str, int]:
         """Let go of all that is kept for an owner and for namespaces that begin with `labels`: how many of what.
 
-        Handles, pinned prefixes, pages of the prefix cache. Running requests go on with what they hold.
+        Handles, pinned prefixes, pages of the prefix cache. Running requests go on with what they hold. With
+        `session` only of what that one alone has used; its requests, running and paused, end as aborted.
         """
-        return await self._ask(Forget(call=self._next(), request_id="", owner=owner, labels=labels))
+        return await self._ask(Forget(call=self._next(), request_id="", owner=owner, labels=labels, session=session))
 
     async def _ask(self, order: Order, unheard: Unheard = _ignore) -> Any:
         """The order's value; raises its error. `unheard` gets the answer if the caller has given up meanwhile."""

@@ -173,6 +173,10 @@ class EngineCore:
             raise NotFoundError(f"there is no running response {request_id!r:.100}")
         return running
 
+    def running(self) -> list[Running]:
+        """Requests that have not ended."""
+        return [running for running in self._requests.values() if not running.finished]
+
     def touch(self, running: Running) -> None:
         """The request has news, or an end that is to be told."""
         self._touched[running.request.request_id] = running

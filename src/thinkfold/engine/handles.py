@@ -88,9 +88,9 @@ class Handles:
         self._drop(name)
         self._hold()
 
-    def forget(self, labels: tuple[str, ...]) -> int:
-        """Forget all of namespaces that begin with `labels`; their number."""
-        gone = [n for n, kept in self._kept.items() if kept.branch.request.namespace[: len(labels)] == labels]
+    def forget(self, labels: tuple[str, ...], session: str = "") -> int:
+        """Forget all of namespaces that begin with `labels`, and of that session if one is named; their number."""
+        gone = [name for name, kept in self._kept.items() if kept.branch.request.is_of(labels, session)]
         for name in gone:
             self._drop(name)
         self._hold()

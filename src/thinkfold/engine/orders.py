@@ -85,9 +85,7 @@ class Orders:
         if isinstance(order, Unpin):
             return self._core.prefixes.drop(order.request_id, order.owner)
         if isinstance(order, Forget):
-            handles = self._core.handles.forget(order.labels)
-            prefixes, pages = self._core.prefixes.forget(order.owner, order.labels)
-            return {"handles": handles, "prefixes": prefixes, "pages": pages}
+            return self._forget(order)
         running = self._core.find(order.request_id)
         value = self._actions[type(order)](running, order)
         self._core.touch(running)
@@ -103,6 +101,19 @@ class Orders:
         """Answers since the last call."""
         answers, self._answers = self._answers, []
         return answers + self._core.prefixes.take()
+
+    def _forget(self, order: Forget) -> dict[str, int]:
+        core, labels, session = self._core, order.labels, order.session
+        if not core.prefixes.give_up(order.owner, session):
+            raise NotYet
+        calls = [each for each in core.running() if session and each.request.is_of(labels, session)]
+        for call in calls:
+            for branch in call.branches:
+                core.end(call, branch, FinishReason.ABORT)
+        handles = core.handles.forget(labels, session)
+        prefixes, pages = core.prefixes.forget(order.owner, labels, session)
+        gone = {"handles": handles, "prefixes": prefixes, "pages": pages}
+        return {"calls": len(calls), **gone} if session else gone
 
     def _pause(self, running: Running, order: Pause) -> None:
         branches = [b for b in running.live(order.choice) if b.status is not BranchStatus.PAUSED]

@@ -50,7 +50,7 @@ class Prefixes:
             pages = min(pages, self._limit)
         if pages > self._limit:
             raise CapacityError("prefix", f"takes {pages} pages, and one owner may pin {self._limit} (pin_share)")
-        prefix = Prefix(order.request_id, order.namespace, order.token_ids[: pages * size], order.idle)
+        prefix = Prefix(order.request_id, order.namespace, order.token_ids[: pages * size], order.idle, order.session)
         self._asked[id(prefix)] = _Asked(order, self._clock() + (inf if order.ttl_s is None else order.ttl_s))
         self._ahead.add(prefix)
 
@@ -107,16 +107,23 @@ class Prefixes:
             raise NotFoundError(f"no prefix {name!r:.100} is pinned")
         self._pins.drop(found)
 
-    def forget(self, owner: str, labels: tuple[str, ...]) -> tuple[int, int]:
-        """Let go of an owner's pins and of the idle pages of namespaces that begin with `labels`; how many of each."""
+    def give_up(self, owner: str, session: str = "") -> bool:
+        """Compute no more for an owner, or for one session of theirs; False while a step still writes for them."""
         for prefix in self._ahead:
-            if self._asked[id(prefix)].order.owner == owner:
+            if self._asked[id(prefix)].order.owner == owner and session in ("", prefix.session):
                 self._ahead.forget(prefix)
         self.sweep()
-        pins = self._pins.of(owner)
+        return not self._ahead.forgetting
+
+    def forget(self, owner: str, labels: tuple[str, ...], session: str = "") -> tuple[int, int]:
+        """Let go of an owner's pins and of the idle pages of namespaces that begin with `labels`; how many of each.
+
+        With `session` only of its own.
+        """
+        pins = [pin for pin in self._pins.of(owner) if session in ("", pin.session)]
         for pin in pins:
             self._pins.drop(pin)
-        return len(pins), self._kv.prefixes.forget(labels)
+        return len(pins), self._kv.prefixes.forget(labels, session)
 
     @property
     def answered(self) -> bool:
@@ -130,4 +137,4 @@ class Prefixes:
 
     def _pin(self, name: str, pages: tuple[int, ...], order: Prefill) -> bool:
         expires = inf if order.ttl_s is None else self._clock() + order.ttl_s
-        return self._pins.put(Pin(name, order.owner, pages, expires, order.idle), self._limit)
+        return self._pins.put(Pin(name, order.owner, pages, expires, order.idle, order.session), self._limit)

@@ -81,11 +81,10 @@ class SessionStore:
         total, spent, remaining = session.total, session.spent, session.remaining
         return SessionState(name, total, spent, remaining, session.calls, session.hits, left)
 
-    def delete(self, tenant: str, name: str) -> None:
-        """Forget a session; its running calls go on. Raises NotFoundError."""
+    def delete(self, tenant: str, name: str) -> bool:
+        """Forget a session; whether there was one. Its running calls are no longer `live`."""
         self._evict()
-        if self._sessions.pop((tenant, name), None) is None:
-            raise NotFoundError(f"there is no session {name!r:.130}")
+        return self._sessions.pop((tenant, name), None) is not None
 
     def delete_tenant(self, tenant: str) -> int:
         """Forget all of a tenant's; their number."""
@@ -94,9 +93,13 @@ class SessionStore:
             del self._sessions[key]
         return len(mine)
 
+    def holds(self, tenant: str, name: str, session: Session) -> bool:
+        """Whether that session has not been deleted."""
+        return self._sessions.get((tenant, name)) is session
+
     def touch(self, tenant: str, name: str, session: Session) -> None:
         """A call of the session has ended."""
-        if self._sessions.get((tenant, name)) is session:
+        if self.holds(tenant, name, session):
             self._touch(tenant, name, session)
 
     def __len__(self) -> int:
@@ -138,6 +141,11 @@ class SessionCall:
         self.session.reserved += self.budget * self.choices
         self.session.running += 1
         self.session.calls += 1
+
+    @property
+    def live(self) -> bool:
+        """Whether its session has not been deleted meanwhile."""
+        return self.store.holds(self.tenant, self.name, self.session)
 
     def note(self, prompt: int, output: RequestOutput) -> None:
         """News of one of its prompts; costs are cumulative."""

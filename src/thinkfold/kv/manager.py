@@ -110,7 +110,7 @@ class KVManager:
 
         Returns the number of entries found (a multiple of page_size).
         """
-        pages = self.prefixes.match(namespace, token_ids, limit)
+        pages = self.prefixes.match(namespace, token_ids, limit, table.session)
         for page in pages:
             self._pool.retain(page, PageClass.PROMPT)
         table.pages = pages

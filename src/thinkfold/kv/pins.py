@@ -14,7 +14,7 @@ from thinkfold.kv.radix import RadixCache
 class Pin:
     """A prefix in pages of the tree, held by its name for `owner` until `expires` (seconds; inf is for good).
 
-    `weak` pins are made ahead of a turn that may never come: they go first.
+    `weak` pins are made ahead of a turn that may never come: they go first. `session` is whose turn that is.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Pin:
     pages: tuple[int, ...]
     expires: float
     weak: bool
+    session: str = ""
 
 
 class PinBoard:

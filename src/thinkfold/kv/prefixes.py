@@ -20,9 +20,9 @@ class SharedPrefixes:
         self.enabled = enabled
         self.pins = PinBoard(pool, self._radix)
 
-    def match(self, namespace: Namespace, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Pages of the longest shared prefix of `token_ids[:limit]`."""
-        return self._radix.match(namespace, token_ids, limit) if self.enabled else []
+    def match(self, namespace: Namespace, token_ids: Sequence[int], limit: int, session: str = "") -> list[int]:
+        """Pages of the longest shared prefix of `token_ids[:limit]`, which `session` uses from now on, too."""
+        return self._radix.match(namespace, token_ids, limit, session) if self.enabled else []
 
     def publish(
         self,
@@ -37,7 +37,8 @@ class SharedPrefixes:
             return
         assert not table.gaps or full <= table.gaps[0], "pages behind a span taken out are private"
         start = table.published
-        known, table.parted = self._radix.insert(namespace, token_ids, table.pages[:full], start, table.parted)
+        pages = table.pages[:full]
+        known, table.parted = self._radix.insert(namespace, token_ids, pages, start, table.parted, table.session)
         own = table.pages[start : start + len(known)]
         if known != own:
             table.pages = [*table.pages[:start], *known, *table.pages[start + len(known) :]]
@@ -63,9 +64,9 @@ class SharedPrefixes:
         """Drop every idle page but the pinned ones."""
         self._radix.clear()
 
-    def forget(self, labels: Namespace) -> int:
-        """Drop the idle pages of every namespace that begins with `labels`; returns how many went."""
-        return self._radix.forget(labels)
+    def forget(self, labels: Namespace, session: str = "") -> int:
+        """See `RadixCache.forget`."""
+        return self._radix.forget(labels, session)
 
     def pages(self) -> Iterable[int]:
         """All pages that the tree holds."""

@@ -2,6 +2,9 @@
 
 Holds page ids and token tuples; who may publish what is the manager's business. The idea
 of sharing prefixes through a tree is SGLang's RadixAttention (arXiv 2312.07104).
+
+A page knows the sessions that have used it, so that a session can be forgotten although the tree is
+shared: with it goes what only it has used. No page has users that the page before it has not.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 from thinkfold.kv.pages import PagePool
 
 Namespace = tuple[str, ...]
+_MOST_SESSIONS = 8  # that a page names; one that more have used is a prompt of many, and nobody's own
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +27,16 @@ class _Node:
     page: int
     last_used: int = 0
     queued: bool = False  # stands in the line of idle leaves
+    sessions: frozenset[str] | None = frozenset()  # that have used it; None: somebody without one, or too many
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+
+    def used(self, now: int, session: str) -> None:
+        """`session` uses it; "" is none."""
+        self.last_used = now
+        if self.sessions is None or session in self.sessions:
+            return
+        named = session and len(self.sessions) < _MOST_SESSIONS
+        self.sessions = self.sessions | {session} if named else None
 
 
 class RadixCache:
@@ -41,8 +54,8 @@ class RadixCache:
     def __len__(self) -> int:
         return len(self._by_page)
 
-    def match(self, namespace: Namespace, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Pages of the longest known prefix of `token_ids[:limit]`; marks them as just used."""
+    def match(self, namespace: Namespace, token_ids: Sequence[int], limit: int, session: str = "") -> list[int]:
+        """Pages of the longest known prefix of `token_ids[:limit]`; marks them as just used, by `session`."""
         node = self._roots.get(namespace)
         pages: list[int] = []
         now = next(self._clock)
@@ -50,14 +63,20 @@ class RadixCache:
             node = node.children.get(key) if node else None
             if node is None:
                 break
-            node.last_used = now
+            node.used(now, session)
             pages.append(node.page)
         return pages
 
     def insert(
-        self, namespace: Namespace, token_ids: Sequence[int], pages: Sequence[int], start: int, parted: bool
+        self,
+        namespace: Namespace,
+        token_ids: Sequence[int],
+        pages: Sequence[int],
+        start: int,
+        parted: bool,
+        session: str = "",
     ) -> tuple[list[int], bool]:
-        """Publish `pages` (page i holds tokens of page i), from index `start` on.
+        """Publish `pages` (page i holds tokens of page i) that `session` has written, from index `start` on.
 
         Pages before `start` are in the tree already. Returns the tree's own page for each
         index from `start`: another id than the given one where an equal page was known.
@@ -84,7 +103,7 @@ class RadixCache:
                 self._pool.adopt(pages[index])
             elif child.page != pages[index]:
                 parted |= refs[pages[index]] > 1
-            child.last_used = now
+            child.used(now, session)
             known.append(child.page)
             node = child
         return known, parted
@@ -114,8 +133,11 @@ class RadixCache:
         """Drop every idle page."""
         self.evict(len(self._by_page))
 
-    def forget(self, labels: Namespace) -> int:
-        """Drop the idle pages of every namespace that begins with `labels`; returns how many went."""
+    def forget(self, labels: Namespace, session: str = "") -> int:
+        """Drop the idle pages of every namespace that begins with `labels`; returns how many went.
+
+        With `session` only those that it alone has used. It is forgotten as a user of the others.
+        """
         stack = [root for name, root in self._roots.items() if name[: len(labels)] == labels]
         nodes: list[_Node] = []
         while stack:
@@ -124,7 +146,11 @@ class RadixCache:
             stack += children
         before = len(self._by_page)
         for node in reversed(nodes):  # leaves first
-            if self._evictable(node):
+            if session:
+                if node.sessions is None or session not in node.sessions:
+                    continue
+                node.sessions -= {session}
+            if (not session or not node.sessions) and self._evictable(node):
                 self._drop(node)
         self._idle_leaves = [entry for entry in self._idle_leaves if self._by_page.get(entry[2].page) is entry[2]]
         heapq.heapify(self._idle_leaves)
@@ -166,6 +192,8 @@ class RadixCache:
                 assert child.parent is node and child.key == key, "a child has lost its parent"
                 assert child.page not in seen, f"page {child.page} is in the tree twice"
                 assert len(key) == self._page_size, "a node is not a full page"
+                users = node.sessions if node.parent is not None else None
+                assert users is None or (child.sessions is not None and child.sessions <= users), "users are off"
                 seen[child.page] = child
                 stack.append(child)
         assert seen == self._by_page, "the page index disagrees with the tree"

@@ -24,7 +24,8 @@ class PageTable:
     has moved to pages of the tree and a fork of it has not. `gaps`: raw page indices before
     which a span was taken out (folded, dropped or offloaded), ascending; `offload_pages` are the
     host pages of spans that were offloaded. `host` is set while the branch is swapped out: then
-    it holds no device page, and its `kv_len` and summary lengths say what lies there.
+    it holds no device page, and its `kv_len` and summary lengths say what lies there. `session`
+    is whose work it is: what it shares is that session's ("" is nobody's own).
 
     The list `pages` is only ever appended to; any other change puts a new list in its place. So a
     row of a planned step may hold the list itself. Lists of `summary` are replaced, never changed.
@@ -39,6 +40,7 @@ class PageTable:
     gaps: list[int] = field(default_factory=list)
     offload_pages: list[int] = field(default_factory=list)
     host: HostPlaces | None = None
+    session: str = ""
 
     @property
     def swapped(self) -> bool:

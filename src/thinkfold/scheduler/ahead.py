@@ -30,6 +30,7 @@ class Prefix:
     namespace: Namespace
     token_ids: tuple[int, ...]
     idle: bool
+    session: str = ""
     computed: int = 0  # tokens that went through the model for it
     dropped: str | None = None  # why it was given up
     forgotten: bool = False  # what is still being written for it is not to be shared
@@ -80,6 +81,11 @@ class PrefillAhead:
         prefix.forgotten = True
         self.drop(prefix, "its owner was forgotten")
 
+    @property
+    def forgetting(self) -> bool:
+        """Whether a step still writes for a prefix that was forgotten."""
+        return self._flight is not None and self._flight.prefix.forgotten
+
     def take(self) -> list[Prefix]:
         """Those that have ended since the last call; their tables are the caller's to free."""
         done, self._done = self._done, []
@@ -91,7 +97,8 @@ class PrefillAhead:
         `claim` takes a free slot, None if there is none; `idle`: the step has no other row.
         """
         while self._queue and self._flight is None and (idle or not self._queue[0].idle):
-            prefix, table = self._queue[0], PageTable()
+            prefix = self._queue[0]
+            table = PageTable(session=prefix.session)
             found = self._kv.match(table, prefix.namespace, prefix.token_ids, len(prefix.token_ids))
             if found == len(prefix.token_ids):
                 prefix.table = table

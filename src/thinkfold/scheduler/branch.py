@@ -77,6 +77,9 @@ class Branch:
     stream: int | None = None  # see `random_stream`; None is the choice's own
     children: list[Branch] = field(default_factory=list)  # forked when the prompt is computed
 
+    def __post_init__(self) -> None:
+        self.table.session = self.request.service.session
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)

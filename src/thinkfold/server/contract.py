@@ -128,6 +128,7 @@ class Warmable(Protocol):
         owner: str = "",
         idle: bool = False,
         ttl_s: float | None = None,
+        session: str = "",
     ) -> PinnedPrefix: ...
     async def pinned(self, owner: str = "") -> list[PinnedPrefix]: ...
     async def unpin(self, name: str, owner: str = "") -> None: ...
@@ -137,7 +138,7 @@ class Warmable(Protocol):
 class Forgetting(Protocol):
     """An engine that can let go of all that it keeps for somebody (see `engine.controls.Controls`)."""
 
-    async def forget(self, owner: str = "", labels: tuple[str, ...] = ()) -> dict[str, int]: ...
+    async def forget(self, owner: str = "", labels: tuple[str, ...] = (), session: str = "") -> dict[str, int]: ...
 
 
 @runtime_checkable

@@ -161,11 +161,13 @@ class Conversations:
         """A tenant's latest drifts, the newest first."""
         return list(reversed(self._latest.get(tenant, ())))
 
-    def delete_session(self, tenant: str, session: str) -> None:
-        """Forget the conversations of a session, under whatever labels."""
+    def delete_session(self, tenant: str, session: str) -> int:
+        """Forget the conversations of a session, under whatever labels; their number."""
         mine = self._tenants.get(tenant, OrderedDict())
-        for key in [key for key in mine if key[1:] == (session,)]:
+        gone = [key for key in mine if key[1:] == (session,)]
+        for key in gone:
             self._used[tenant] -= sum(trace.size for trace in mine.pop(key))
+        return len(gone)
 
     def delete_tenant(self, tenant: str) -> int:
         """Forget all of a tenant's; the number of conversations."""

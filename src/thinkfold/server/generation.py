@@ -164,11 +164,11 @@ async def _generate(
                 lease.note(index, output)
                 if turn is not None:
                     turn.note(output)
-                    if output.finished:
-                        compute_ahead(engine, turn, request_id, namespace, serving.tenant)
+                    if output.finished and serving.leaves_traces:
+                        compute_ahead(engine, turn, request_id, namespace, serving.tenant, serving.session)
                 serving.note(index, output)
-                if output.finished and job.turn is not None and serving.answer is None:
-                    owner = Owner(serving.tenant, job.namespace, "" if serving.call is None else serving.call.name)
+                if output.finished and job.turn is not None and serving.answer is None and serving.leaves_traces:
+                    owner = Owner(serving.tenant, job.namespace, serving.session)
                     tokens = len(job.prompts[index])
                     serving.drift = await look_back(conversations, owner, engine, job.turn, tokens, output)
                 if serving.cache is not None:

@@ -85,8 +85,8 @@ class Choice:
 class Reply:
     """The choices of `num_prompts` engine requests of `n` branches each."""
 
-    def __init__(self, num_prompts: int, n: int, *, keep_text: bool, serving: Serving | None = None) -> None:
-        self._serving = serving
+    def __init__(self, num_prompts: int, n: int, *, keep_text: bool, serving: Serving) -> None:
+        self.serving = serving
         self._n = n
         self._keep_text = keep_text
         self._unfinished = num_prompts
@@ -162,17 +162,15 @@ class Reply:
     def bill(self) -> Bill:
         """The three costs, and what limits, prices and kept answers add."""
         costs = self.costs()
-        bill = three_costs(costs)
-        return bill if self._serving is None else {**bill, **self._serving.usage(costs)}
+        return {**three_costs(costs), **self.serving.usage(costs)}
 
     def thinkfold(self) -> ThinkfoldReply:
         """Our own object: the effective policies and what became of segments."""
         assert self._policies is not None
         states = [state for c in self.choices for state in segment_states(c.index, c.segments, c.folds)]
         shown: ThinkfoldReply = {"policy": echo(*self._policies), "segments": states}
-        if self._serving is not None:
-            shown["policy"]["control"] = self._serving.control_shown()
-            shown = {**shown, **self._serving.shown()}
+        shown["policy"]["control"] = self.serving.control_shown()
+        shown = {**shown, **self.serving.shown()}
         if self.outcome is not None:
             shown[self.outcome.field] = asdict(self.outcome)
         return shown

@@ -64,6 +64,16 @@ class Serving:
     answer: Answer | None = None  # kept for this step
     drift: DriftRecord | None = None  # what of the conversation's earlier text had changed
 
+    @property
+    def session(self) -> str:
+        """The agent session's name; "" is none."""
+        return self.service.session
+
+    @property
+    def leaves_traces(self) -> bool:
+        """Whether anything of it may be kept: nothing of a session that was deleted while it ran."""
+        return self.call is None or self.call.live
+
     def note(self, prompt: int, output: RequestOutput) -> None:
         """News of one of the request's prompts."""
         if self.call is not None:
@@ -74,12 +84,15 @@ class Serving:
         last = output.outputs[-1] if output.outputs else None
         if self.cache is None or self.answer is not None or last is None or output.error is not None:
             return
+        if not self.leaves_traces:
+            return
         ended = last.thinking_end_reason
         short = ended is ThinkingEndReason.BUDGET and any(clamp.by == "session" for clamp in output.limits.clamped)
         if last.finish_reason is not FinishReason.STOP or ended is ThinkingEndReason.UNCLOSED or short:
             return  # half an answer, or one that only this session had too little thinking left for
         policies = (output.policy, output.fold, output.limits)
-        answer = Answer(text, last.stop_reason, *policies, made=self.cache.clock(), outcome=output.outcome)
+        made = self.cache.clock()
+        answer = Answer(text, last.stop_reason, *policies, made=made, outcome=output.outcome, session=self.session)
         self.cache.put(self.key, answer)
 
     async def kept(self, request_id: str) -> AsyncGenerator[RequestOutput, None]:
@@ -184,7 +197,7 @@ def open_serving(
             serving.call = state.sessions.open(tenant, session, choices)
         except ParameterError as error:
             raise renamed(error, FIELD_NAMES) from None
-        serving.service = replace(service, session_budget=serving.call.budget)
+        serving.service = replace(service, session=session.id, session_budget=serving.call.budget)
     return serving
 
 

@@ -18,7 +18,7 @@ from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import FinishReason, RequestOutput
 
 logger = logging.getLogger(__name__)
-_tasks: dict[asyncio.Task[None], str] = {}  # by owner; the loop itself holds them only weakly
+_tasks: dict[asyncio.Task[None], tuple[str, str]] = {}  # owner, session; the loop itself holds them only weakly
 
 
 @dataclass(slots=True)
@@ -54,29 +54,31 @@ class NextTurn:
         return prompts.encode_history([*self.messages, answer], self.enable_thinking, self.effort, self.tools)
 
 
-def compute_ahead(engine: Engine, turn: NextTurn, name: str, namespace: tuple[str, ...], owner: str) -> None:
+def compute_ahead(
+    engine: Engine, turn: NextTurn, name: str, namespace: tuple[str, ...], owner: str, session: str = ""
+) -> None:
     """Let the engine compute the next turn's beginning when it has nothing else to do."""
     if engine.config.turn_ahead and engine.config.enable_prefix_caching and isinstance(engine, Warmable):
-        task = asyncio.create_task(_compute(engine, engine, turn, name, namespace, owner))
-        _tasks[task] = owner
+        task = asyncio.create_task(_compute(engine, engine, turn, name, namespace, (owner, session)))
+        _tasks[task] = owner, session
         task.add_done_callback(_tasks.pop)
 
 
-async def give_up_ahead(owner: str) -> None:
-    """Ask the engine for no more of an owner's next turns, than it has been asked for."""
-    mine = [task for task, whose in _tasks.items() if whose == owner]
+async def give_up_ahead(owner: str, session: str = "") -> None:
+    """Ask the engine for no more of an owner's next turns, or of one session's, than it has been asked for."""
+    mine = [task for task, whose in _tasks.items() if whose[0] == owner and session in ("", whose[1])]
     for task in mine:
         task.cancel()
     await asyncio.gather(*mine, return_exceptions=True)
 
 
 async def _compute(
-    engine: Engine, warmable: Warmable, turn: NextTurn, name: str, namespace: tuple[str, ...], owner: str
+    engine: Engine, warmable: Warmable, turn: NextTurn, name: str, namespace: tuple[str, ...], whose: tuple[str, str]
 ) -> None:
     try:
         ids = await asyncio.to_thread(turn.render, engine.prompts)
         if ids and len(ids) <= engine.model.max_prompt_len:
-            ttl_s = engine.config.pin_ttl_s
-            await warmable.prefill(name, ids, namespace, owner=owner, idle=True, ttl_s=ttl_s)
+            (owner, session), ttl_s = whose, engine.config.pin_ttl_s
+            await warmable.prefill(name, ids, namespace, owner=owner, idle=True, ttl_s=ttl_s, session=session)
     except ThinkfoldError as error:  # nobody waits for it: a template that refuses, an engine that stops
         logger.debug("no turn is computed ahead: %s", error)

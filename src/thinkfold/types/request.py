@@ -48,3 +48,7 @@ class EngineRequest:
     def tier(self) -> Tier:
         """Whose weight and quota it counts for."""
         return self.service.tier
+
+    def is_of(self, labels: tuple[str, ...], session: str = "") -> bool:
+        """Whether its namespace begins with `labels` and, where one is named, it belongs to `session`."""
+        return self.namespace[: len(labels)] == labels and session in ("", self.service.session)

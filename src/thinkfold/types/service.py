@@ -72,7 +72,8 @@ class Prices:
 class Service:
     """Tier and limits of one request. Raises ParameterError.
 
-    `session_budget` are the thinking tokens that an agent session leaves for it. Thinking ends in time for an
+    `session` is the agent session it belongs to ("" is none): forgotten with it is what only it has used.
+    `session_budget` are the thinking tokens that the session leaves for it. Thinking ends in time for an
     answer within `deadline_ms` milliseconds of arrival and within `max_cost`, which `prices` measure; None is no limit.
     """
 
@@ -81,6 +82,7 @@ class Service:
     deadline_ms: int | None = None
     max_cost: float | None = None
     prices: Prices = field(default_factory=Prices)
+    session: str = ""
 
     def __post_init__(self) -> None:
         if self.session_budget is not None:

@@ -32,6 +32,7 @@ class Answer:
     limits: Limits
     made: float
     outcome: Outcome | None = None  # of a vote
+    session: str = ""  # whose call made it
 
 
 class StepCache:
@@ -69,6 +70,13 @@ class StepCache:
     def delete_tenant(self, tenant: str) -> int:
         """Forget all of a tenant's; their number."""
         mine = [key for key in self._answers if key[0] == tenant]
+        for key in mine:
+            del self._answers[key]
+        return len(mine)
+
+    def delete_session(self, tenant: str, session: str) -> int:
+        """Forget the answers that a session's calls have made; their number."""
+        mine = [key for key, answer in self._answers.items() if (key[0], answer.session) == (tenant, session)]
         for key in mine:
             del self._answers[key]
         return len(mine)

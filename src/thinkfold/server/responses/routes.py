@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -20,8 +20,9 @@ from thinkfold.server.responses.fields import ENCRYPTED, ResponsesRequest
 from thinkfold.server.responses.items import CALL_PREFIX, ReasoningSeal, add_input
 from thinkfold.server.responses.shapes import DeletedResponse, Echo, ResponseBody, ResponseEvent
 from thinkfold.server.responses.store import StoredResponse
-from thinkfold.server.responses.writer import Frame, ResponseWriter
+from thinkfold.server.responses.writer import Frame, Keep, ResponseWriter
 from thinkfold.server.routing import body_of, replies, statuses
+from thinkfold.server.serving import Serving
 from thinkfold.server.state import ServerState, state_of, tenant_of
 from thinkfold.server.tools import flat_names
 from thinkfold.types import SamplingParams
@@ -109,7 +110,7 @@ def _prepare(
         seal=seal if body.wants(ENCRYPTED) or not stores else None,
         num_logprobs=sampling.logprobs,
         token_bytes=engine.prompts.token_bytes,
-        keep=_keeper(state, tenant, history) if stores else lambda response, parts: False,
+        keep=_keeper(state, tenant, history) if stores else lambda response, parts, serving: False,
         calls=calls,
     )
     return job, ResponseWriter(job, frame)
@@ -123,10 +124,12 @@ def _stores(state: ServerState, body: ResponsesRequest) -> bool:
     return possible if body.store is None else body.store
 
 
-def _keeper(state: ServerState, tenant: str, history: Conversation) -> Callable[[ResponseBody, Sequence[Part]], bool]:
-    def keep(response: ResponseBody, parts: Sequence[Part]) -> bool:
+def _keeper(state: ServerState, tenant: str, history: Conversation) -> Keep:
+    def keep(response: ResponseBody, parts: Sequence[Part], serving: Serving) -> bool:
+        if not serving.leaves_traces:
+            return False
         history.add_reply(parts, CALL_PREFIX)
-        stored = StoredResponse({**response, "store": True}, history.messages)
+        stored = StoredResponse({**response, "store": True}, history.messages, serving.session)
         return state.responses.put(tenant, response["id"], stored)
 
     return keep

@@ -16,10 +16,11 @@ _OVERHEAD = 2048  # of one response beside its texts
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`body` as clients see it; `messages` is the conversation, this response's own included."""
+    """`body` as clients see it; `messages` is the conversation, this response's own included; `session` "" is none."""
 
     body: ResponseBody
     messages: list[dict[str, Any]]
+    session: str = ""
 
 
 class ResponseStore:
@@ -65,6 +66,11 @@ class ResponseStore:
     def delete_tenant(self, tenant: str) -> int:
         """Forget all of a tenant's; their number."""
         mine = [key for key in self._entries if key[0] == tenant]
+        return sum(self.delete(*key) for key in mine)
+
+    def delete_session(self, tenant: str, session: str) -> int:
+        """Forget the responses of a session's calls; their number."""
+        mine = [key for key, (kept, _, _) in self._entries.items() if (key[0], kept.session) == (tenant, session)]
         return sum(self.delete(*key) for key in mine)
 
     def check_integrity(self) -> None:

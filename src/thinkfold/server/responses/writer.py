@@ -23,10 +23,12 @@ from thinkfold.server.responses.items import (
     text_part,
 )
 from thinkfold.server.responses.shapes import Echo, Item, ItemStatus, ResponseBody, ResponseUsage, Status
+from thinkfold.server.serving import Serving
 from thinkfold.server.streaming import KEEP_ALIVE, event
 from thinkfold.text.tool_calls import CallBegun, ToolFormat
 from thinkfold.types import CompletionOutput, FinishReason, Phase, TokenLogprobs
 
+Keep = Callable[[ResponseBody, Sequence[Part], Serving], bool]
 _ID_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 
 
@@ -38,7 +40,7 @@ class Frame:
     seal: ReasoningSeal | None  # None: no encrypted content was asked for
     num_logprobs: int | None
     token_bytes: TokenBytes
-    keep: Callable[[ResponseBody, Sequence[Part]], bool]
+    keep: Keep
     calls: ToolFormat | None  # how the model writes calls; None where it may write none
 
 
@@ -199,7 +201,7 @@ class ResponseWriter:
         response["usage"] = _usage(reply)
         response["thinking_end_reason"] = choice.thinking_end_reason
         response["thinkfold"] = reply.thinkfold()
-        response["store"] = self._frame.keep(response, self._parts)
+        response["store"] = self._frame.keep(response, self._parts, reply.serving)
         return response
 
     def _response(self, status: Status) -> ResponseBody:
