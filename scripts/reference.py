@@ -360,7 +360,7 @@ def families() -> str:
     rows = [
         (
             f"`{s.name}`",
-            code(s.starts),
+            code(map(_shown, s.starts)),
             code(map(_shown, s.ends)),
             code(s.implicit_ends),
             f"`{_shown(s.force)}`",
@@ -384,7 +384,8 @@ def _shown(marker: str) -> str:
 
 
 def _evidence(spec: Any) -> str:
-    parts = [f"the template holds {code(spec.evidence)}"] if spec.evidence else []
+    needed = (*spec.signs, *spec.evidence)
+    parts = [f"the template holds {code(needed)}"] if needed else []
     parts += [f"the model's type begins with {code(spec.model_types)}"] if spec.model_types else []
     return ", ".join(parts)
 

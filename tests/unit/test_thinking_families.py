@@ -33,11 +33,16 @@ def harmony() -> Kit:
         (GRANITE, "granite", (), "granite_3_2"),
         ("<think></think> and <response></response>", "granite", (), "granite_3_3"),
         ("<think>\\n</think>\\n<answer>\\n</answer>", "hunyuan_v1_moe", (), "hunyuan"),
-        ("<|open|>think<|sep|>", "kimi_k3", ("<|open|>", "<|close|>", "<|sep|>"), "kimi_k3"),
+        ("'<|open|>' + tag + '<|sep|>', '<|close|>'", "kimi_k3", ("<|open|>", "<|close|>", "<|sep|>"), "kimi_k3"),
         ("<|channel>thought\n<channel|>", "gemma4", ("<|channel>", "<channel|>"), "gemma_4"),
         ("<|START_THINKING|>", "cohere2", ("<|START_THINKING|>", "<|END_THINKING|>"), "command_a"),
         ("<|inner_prefix|>", "apertus", ("<|inner_prefix|>", "<|inner_suffix|>"), "apertus"),
-        ("<|content_thinking|>", "inkling", ("<|content_thinking|>", "<|end_message|>"), "inkling"),
+        (
+            "<|message_model|><|content_text|> <|content_thinking|>",
+            "inkling",
+            ("<|content_thinking|>", "<|end_message|>", "<|message_model|>", "<|content_text|>"),
+            "inkling",
+        ),
         ("say <think>", "llama", (), "think"),
     ],
 )
@@ -88,7 +93,7 @@ def test_force_carries_the_newlines_of_the_template():
             ("w", "A\n"),
         ),
         (
-            "<|open|>think<|sep|>",
+            "'<|open|>' + tag + '<|sep|>', '<|close|>'",
             "kimi_k3",
             ("<|open|>", "<|close|>", "<|sep|>"),
             "<|open|>think<|sep|>w<|close|>think<|sep|><|open|>response<|sep|>A<|close|>response<|sep|>",

@@ -71,7 +71,7 @@ def _own_spec(start: str | None, end: str | None) -> FamilySpec | None:
 
 def _find_spec(template: str, model_type: str) -> FamilySpec | None:
     for spec in SPECS:
-        mentioned = any(marker in template for marker in (*spec.starts, *spec.ends))
+        mentioned = any(marker in template for marker in (*spec.starts, *spec.ends, *spec.signs))
         right_type = not spec.model_types or model_type.startswith(spec.model_types)
         if mentioned and right_type and all(text in template for text in spec.evidence):
             return spec
@@ -79,7 +79,9 @@ def _find_spec(template: str, model_type: str) -> FamilySpec | None:
 
 
 def _force_tail(template: str, spec: FamilySpec) -> str:
-    """The longest run of newlines that the template writes after the end marker."""
+    """The longest run of newlines that the template writes after the end marker, where the forced end stops there."""
+    if not spec.force.endswith(spec.ends[0]):
+        return spec.force_tail
     runs = re.findall(re.escape(spec.ends[0]) + r"((?:\\n)+)", template)
     return max(runs, key=len).replace("\\n", "\n") if runs else spec.force_tail
 

@@ -10,8 +10,9 @@ class FamilySpec:
     """Markers of one family as its template writes them.
 
     A spec applies if the chat template holds every string of `evidence` and one of its own
-    start or end markers, and `model_types`, where given, begin the model's type. The first
-    spec that applies is taken. `force_tail` follows the forced end unless the template shows
+    start or end markers, and `model_types`, where given, begin the model's type. Where a
+    template puts its markers together from parts, `signs` stand for them. The first spec
+    that applies is taken. `force_tail` follows the forced end unless the template shows
     other newlines there.
     """
 
@@ -27,6 +28,7 @@ class FamilySpec:
     turns: tuple[str, ...] = ()
     evidence: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
 
 
 HARMONY_FINAL = "<|start|>assistant<|channel|>final<|message|>"
@@ -51,7 +53,9 @@ SPECS = (
         force_tail="",
         implicit_ends=("<|open|>tools<|sep|>",),
         openers=("<|open|>response<|sep|>",),
-        closers=("<|close|>response<|sep|>",),
+        closers=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        evidence=("<|close|>", "<|sep|>"),
+        signs=("<|open|>",),
     ),
     FamilySpec("gemma_4", ("<|channel>thought\n",), ("<channel|>",), "<channel|>", ""),
     FamilySpec(
@@ -65,7 +69,17 @@ SPECS = (
         closers=("<|END_TEXT|>", "<|END_RESPONSE|>"),
     ),
     FamilySpec("apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",), "<|inner_suffix|>", ""),
-    FamilySpec("inkling", ("<|content_thinking|>",), ("<|end_message|>",), "<|end_message|>", ""),
+    FamilySpec(
+        "inkling",
+        starts=("<|content_thinking|>",),
+        ends=("<|end_message|>",),
+        # As with gpt_oss: after the end alone the model may open another block of thinking.
+        force="<|end_message|><|message_model|><|content_text|>",
+        force_tail="",
+        openers=("<|message_model|>", "<|content_text|>"),
+        turns=("<|message_user|>", "<|message_system|>", "<|message_tool|>", "<|message_model|>"),
+        evidence=("<|content_text|>",),
+    ),
     FamilySpec("magistral", ("[THINK]",), ("[/THINK]",), "[/THINK]", ""),
     FamilySpec("seed_oss", ("<seed:think>",), ("</seed:think>",), "</seed:think>", ""),
     FamilySpec("minimax_m3", ("<mm:think>",), ("</mm:think>",), "</mm:think>"),
@@ -91,7 +105,8 @@ SPECS = (
     ),
     FamilySpec(
         "hunyuan",
-        # All of it is ordinary text, so the forced end begins as the template writes it.
+        # All of it is ordinary text; the newline is part of the end, or the forced one would count as thinking.
+        ends=("\n</think>", "</think>"),
         force="\n</think>\n<answer>\n",
         force_tail="",
         openers=("<answer>",),
