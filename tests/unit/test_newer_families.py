@@ -276,7 +276,7 @@ async def test_over_http_whole_and_streamed(case: Case, tmp_path: Path) -> None:
 
 @EACH
 async def test_over_http_a_budget_ends_it(case: Case, tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "q"}], "thinking_token_budget": 5, "enable_thinking": True}
+    body = {"messages": [{"role": "user", "content": "q"}], "thinking_token_budget": 5}
     async with served(case, tmp_path, budget=5) as client:
         reply = (await client.post("/v1/chat/completions", json={**body, "max_tokens": 200})).json()
     choice = reply["choices"][0]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from textual.widgets import Static
 
 from thinkfold.cli.engine_client import API_KEY, EngineClient, Reading
 from thinkfold.cli.main import main
-from thinkfold.cli.top_screen import COLOURS, TopApp, kv_map
+from thinkfold.cli.top_screen import COLOURS, RUNGS, TopApp, kv_map
 from thinkfold.errors import ParameterError, ThinkfoldError
 
 ENGINE: dict[str, Any] = {
@@ -92,6 +94,15 @@ async def test_the_engine_is_drawn_and_drawn_again() -> None:
         assert app.theme != theme
         await pilot.press("q")
     assert not answers
+
+
+def test_every_rung_has_its_words_here_and_on_the_page() -> None:
+    source = Path(__file__).parents[2] / "src" / "thinkfold"
+    taken = re.findall(r'taken\["(\w+)"\]', "".join(path.read_text() for path in (source / "scheduler").glob("*.py")))
+    assert set(RUNGS) == {*taken, "pin", "quantise", "fold"}, "those three are taken under a name of another place"
+    script = (source / "server" / "ui" / "engine.js").read_text()
+    page = script.partition("const RUNGS = [")[2].partition("];")[0]
+    assert re.findall(r'\["(\w+)", "([^"]+)"\]', page) == list(RUNGS.items())
 
 
 def test_the_map_shows_every_class_that_is_there() -> None:

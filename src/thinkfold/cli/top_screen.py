@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from rich.columns import Columns
 from rich.table import Table
 from rich.text import Text
 from textual import work
@@ -31,11 +32,13 @@ RUNGS = {
     "probe": "probes dropped",
     "swap_parked": "paused requests moved to the host",
     "offload": "thinking of answers moved to the host",
+    "quantise": "segments kept in 4 bits",
     "fold": "segments folded",
     "forget_parked": "paused requests to be computed again",
     "swap": "running requests swapped",
     "preempt": "running requests preempted",
     "fold_forced": "folded against the gate",
+    "quota": "tiers held to their quota",
 }
 HISTORY = 120
 _MAP_ROWS = 6
@@ -50,8 +53,8 @@ class TopApp(App[None]):
     .title { color: $text-muted; margin: 1 1 0 1; }
     #rate { height: 3; }
     Horizontal { height: auto; }
-    #numbers { width: 1fr; margin-top: 1; }
-    #ladder { width: 1.3fr; margin-top: 1; }
+    #numbers { width: 1fr; margin: 1 1 0 1; }
+    #ladder { width: 1.3fr; margin: 1 1 0 1; }
     """
     TITLE = "thinkfold top"
     BINDINGS: ClassVar = [
@@ -139,15 +142,15 @@ def kv_map(pages: dict[str, Any], width: int, rows: int) -> Text:
     return Text("\n").join(Text.assemble(*(("■", COLOURS[name]) for name in line)) for line in lines)
 
 
-def legend(pages: dict[str, Any]) -> Text:
-    """Pages of every class in numbers."""
+def legend(pages: dict[str, Any]) -> Columns:
+    """Pages of every class in numbers, as many in a line as fit."""
     host = pages["host"]
     sizes = {**dict.fromkeys(COLOURS, 0), **pages["by_class"], "free": pages["free"]}
-    parts: list[Any] = []
+    parts: list[Text] = []
     for name, colour in COLOURS.items():
         size = f"{sizes[name]:,}" if name != "host" else f"{host['used']:,} of {host['total']:,}"
-        parts += [("■ ", colour), f"{name} {size}   "]
-    return Text.assemble(*parts)
+        parts.append(Text.assemble(("■ ", colour), f"{name} {size}", no_wrap=True))
+    return Columns(parts, padding=(0, 3, 0, 0))
 
 
 def numbers(reading: Reading) -> Table:

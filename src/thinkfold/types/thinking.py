@@ -56,10 +56,11 @@ class ThinkingParams:
 
     @property
     def template_switch(self) -> bool | None:
-        """What to tell the chat template: no thinking where none may be spent; None says nothing."""
+        """What to tell the chat template: some thinking where a budget or an effort asks for it; None says nothing."""
         if self.enabled is not None:
             return self.enabled
-        return False if self.spends_none else None
+        asks = self.thinking_token_budget is not None or self.reasoning_effort is not None
+        return not self.spends_none if asks else None
 
     @property
     def spends_none(self) -> bool:

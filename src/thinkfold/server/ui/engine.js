@@ -9,8 +9,10 @@ const CELLS = 384; // divides into rows of 32 and of 24
 const HOST_CELLS = 96;
 const WINDOW_S = 120;
 const RUNGS = [
-  ["pin", "pinned prefixes given up"], ["probe", "probes dropped"], ["swap_parked", "paused requests moved to the host"], ["offload", "thinking of answers moved to the host"], ["fold", "segments folded"],
+  ["pin", "pinned prefixes given up"], ["probe", "probes dropped"], ["swap_parked", "paused requests moved to the host"], ["offload", "thinking of answers moved to the host"],
+  ["quantise", "segments kept in 4 bits"], ["fold", "segments folded"],
   ["forget_parked", "paused requests to be computed again"], ["swap", "running requests swapped"], ["preempt", "running requests preempted"], ["fold_forced", "folded against the gate"],
+  ["quota", "tiers held to their quota"],
 ];
 const SVG = "http://www.w3.org/2000/svg";
 
