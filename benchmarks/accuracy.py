@@ -13,16 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
 from thinkfold.cli import evaluation, paired, rows
-from thinkfold.cli.arms import Arm, Shard, arms, ask
+from thinkfold.cli.arms import Arm, Shard, arms, measure
 from thinkfold.cli.evaluation import Result
-from thinkfold.cli.processes import spread
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ThinkfoldError
 from thinkfold.pebble import SUITES
@@ -52,20 +50,6 @@ def shards(args: argparse.Namespace, asked: Sequence[Arm]) -> list[Shard]:
     return [Shard(args.suite, config, questions, args.thinking_token_budget) for questions in cut]
 
 
-def measure(args: argparse.Namespace, asked: Sequence[Arm]) -> Iterator[tuple[Arm, list[Result], float]]:
-    """Each arm's results by question, and seconds of its slowest process, as soon as it is through."""
-    shares = shards(args, asked)
-    found: dict[str, list[tuple[list[Result], float]]] = {arm.name: [] for arm in asked}
-    by_name = {arm.name: arm for arm in asked}
-    for name, results, seconds in spread(ask, shares, args.gpus):
-        found[name].append((results, seconds))
-        print(f"{name}: {len(found[name])} of {len(shares)} processes", file=sys.stderr)
-        if len(found[name]) == len(shares):
-            together = chain.from_iterable(results for results, _ in found[name])
-            slowest = max(seconds for _, seconds in found[name])
-            yield by_name[name], sorted(together, key=lambda result: result.index), slowest
-
-
 def compare(reference: Sequence[Result], other: Sequence[Result]) -> dict[str, float]:
     """The paired metrics, and the peak of answers that thought for more than `LONG` tokens under the reference."""
     found = paired.compare(reference, other)
@@ -83,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the arms, print and keep their rows."""
     args = parse(argv)
     asked, reference = arms(args.arms), None
-    for arm, results, seconds in measure(args, asked):
+    for arm, results, seconds in measure(shards(args, asked), asked, args.gpus):
         metrics = evaluation.metrics(results, seconds)
         for task, own in evaluation.by_task(results).items():
             metrics[f"accuracy_{task}"] = fmean(result.accuracy for result in own)

@@ -15,8 +15,9 @@ import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -29,11 +30,9 @@ from thinkfold.cli.paired import paired_metrics
 from thinkfold.cli.processes import spread
 from thinkfold.cli.recording import Share, record
 from thinkfold.config import EngineConfig
-from thinkfold.control.ballot import tally
+from thinkfold.control.baselines import Compared, deepconf, majority, one_by_one
 from thinkfold.control.early_stop import EarlyStopping
-from thinkfold.control.equality import Equality
-from thinkfold.control.extract import extract
-from thinkfold.control.replay import Record, oracle, replay, replay_one_by_one, replay_vote
+from thinkfold.control.replay import Record, oracle, replay, replay_vote
 from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.pebble import SUITES
 from thinkfold.types import ControlParams, Preset, SamplingParams, VoteParams, parse_early_stop
@@ -56,6 +55,12 @@ VOTES: Mapping[str, VoteParams] = {
     "all": VoteParams(16, "all"),
     "short": VoteParams(8, "short"),
 }
+OTHERS: Mapping[str, Callable[[Sequence[Record]], Compared]] = {
+    "one_by_one": one_by_one,
+    "deepconf_high": partial(deepconf, warm_up=4, kept=0.9),
+    "deepconf_low": partial(deepconf, warm_up=4, kept=0.1),
+}
+FEWER = (4, 8)  # samples of plain majorities beside a full one
 
 
 def stop_metrics(found: Sequence[Record], params: ControlParams) -> dict[str, float]:
@@ -75,41 +80,22 @@ def stop_metrics(found: Sequence[Record], params: ControlParams) -> dict[str, fl
 
 def vote_metrics(groups: Sequence[Sequence[Record]], params: VoteParams, size: int) -> dict[str, float]:
     """One vote over each problem's samples, against the plain majority of `size` of them."""
-    pairs, tokens, full, path, full_path, looks, started = [], 0, 0, 0, 0, 0, 0
-    for group in groups:
-        found = replay_vote(group, params)
-        pairs.append((majority_is_right(group[:size]), found.correct))
-        tokens, looks, path = tokens + found.tokens, looks + found.look_tokens, path + found.critical_path
-        full += sum(record.output_tokens for record in group[:size])
-        full_path += max(record.output_tokens for record in group[:size])
-        started += found.result.started
-    return {
-        **paired_metrics(pairs),
-        "tokens_ratio": tokens / full,
-        "critical_path_ratio": path / full_path,
-        "probe_share": looks / tokens,
-        "started_mean": started / len(groups),
-    }
+    found = [replay_vote(group, params) for group in groups]
+    made = [Compared(one.correct, one.tokens, one.critical_path, one.result.started) for one in found]
+    looks = sum(one.look_tokens for one in found)
+    return compared_metrics(groups, made, size) | {"probe_share": looks / sum(one.tokens for one in found)}
 
 
-def one_by_one_metrics(groups: Sequence[Sequence[Record]], size: int) -> dict[str, float]:
-    """Adaptive consistency, which waits for every sample, against the same majority."""
-    found = [replay_one_by_one(group[:size]) for group in groups]
-    tokens = sum(one[1] for one in found)
+def compared_metrics(groups: Sequence[Sequence[Record]], found: Sequence[Compared], size: int) -> dict[str, float]:
+    """What became of each problem, against the plain majority of its first `size` samples."""
+    plain = [majority(group[:size]) for group in groups]
     return {
-        **paired_metrics([(majority_is_right(group[:size]), one[0]) for group, one in zip(groups, found, strict=True)]),
-        "tokens_ratio": tokens / sum(record.output_tokens for group in groups for record in group[:size]),
-        "critical_path_ratio": tokens / sum(max(r.output_tokens for r in group[:size]) for group in groups),
+        **paired_metrics([(one.correct, other.correct) for one, other in zip(plain, found, strict=True)]),
+        "tokens_ratio": sum(one.tokens for one in found) / sum(one.tokens for one in plain),
+        "critical_path_ratio": sum(one.critical_path for one in found) / sum(one.critical_path for one in plain),
         "probe_share": 0.0,
-        "started_mean": fmean(one[2] for one in found),
+        "started_mean": fmean(one.started for one in found),
     }
-
-
-def majority_is_right(group: Sequence[Record]) -> bool:
-    """Whether the plain majority of the samples solves the problem."""
-    answers = [extract(record.reply).answer for record in group]
-    found = tally(answers, [1.0] * len(group), Equality())
-    return bool(found.classes) and group[found.classes[0].representative].correct
 
 
 def by_problem(found: Sequence[Record]) -> list[list[Record]]:
@@ -131,7 +117,16 @@ def replayed(found: Sequence[Record], suite: str, size: int) -> Iterator[tuple[s
         for name, params in VOTES.items():
             fitted = replace(params, n=min(params.n, size))
             yield f"replay/vote/{name}_{fitted.n}/{suite}", vote_metrics(groups, fitted, size)
-        yield f"replay/vote/one_by_one_{size}/{suite}", one_by_one_metrics(groups, size)
+        for name, rule in OTHERS.items():
+            found_by = [rule(group[:size]) for group in groups]
+            yield f"replay/vote/{name}_{size}/{suite}", compared_metrics(groups, found_by, size)
+        for fewer in (n for n in FEWER if n < size):
+            plain = [majority(group[:fewer]) for group in groups]
+            yield f"replay/vote/maj@{fewer}/{suite}", compared_metrics(groups, plain, size)
+        fresh = [group for group in groups if len(group) >= 2 * size]
+        if fresh:
+            others = [majority(group[size : 2 * size]) for group in fresh]
+            yield f"aa/maj@{size}/{suite}", compared_metrics(fresh, others, size)
 
 
 def again(found: Sequence[Record], others: Sequence[Record]) -> dict[str, float]:
@@ -153,7 +148,7 @@ def shares(args: argparse.Namespace) -> list[Share]:
         device=args.device,
         dtype=args.dtype,
         fold_policy="off",
-        max_num_seqs=args.concurrency,
+        max_num_seqs=args.concurrency + (args.concurrency // 4 + 1 if args.probe_every else 0),  # places for probes
         max_waiting=2 * args.concurrency * args.samples,
         kv_cache_bytes=args.kv_cache_bytes,
     )

@@ -27,7 +27,7 @@ import torch
 from thinkfold import AsyncEngine, EngineConfig, SamplingParams
 from thinkfold.cli import rows
 from thinkfold.cli.answers import final_answer, majority
-from thinkfold.cli.evaluation import Question, suite_questions
+from thinkfold.cli.evaluation import Question, generated, suite_questions
 from thinkfold.cli.paired import paired_metrics
 from thinkfold.cli.watched import WatchedCore
 from thinkfold.engine.build import build_core
@@ -38,7 +38,7 @@ from thinkfold.llm import collect
 from thinkfold.pebble import SUITES
 from thinkfold.runner.loader import pick_device
 from thinkfold.scheduler.simulation import percentile
-from thinkfold.types import ControlParams, Costs, Preset, RequestOutput, VoteParams
+from thinkfold.types import ControlParams, Preset, RequestOutput, VoteParams
 
 ARMS = ("none", "+prefix", "+fp8", "+fold", "+stop", "+vote")
 OFFSET = 100_000  # of the first problem: far from those that anybody tunes on
@@ -127,13 +127,9 @@ def judged(question: Question, outputs: Sequence[RequestOutput], seconds: float)
     return Answered(
         seconds,
         winner is not None and question.judge(texts[winner]),
-        sum(_tokens(output.costs) for output in outputs),
+        sum(generated(output.costs) for output in outputs),
         sum(output.costs.probe_tokens for output in outputs),
     )
-
-
-def _tokens(costs: Costs) -> int:
-    return costs.thinking_tokens + costs.answer_tokens + costs.discarded_tokens + costs.probe_tokens
 
 
 async def measure(arm: str, args: argparse.Namespace, size: int) -> tuple[list[Answered], dict[str, float]]:

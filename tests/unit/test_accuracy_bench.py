@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from thinkfold.cli import arms as cli_arms
 from thinkfold.cli import bench, processes
 from thinkfold.cli.arms import Arm, arms
 from thinkfold.cli.evaluation import Result, Sample
@@ -55,10 +56,10 @@ def test_each_arm_asks_every_question_once_in_its_own_order() -> None:
 
 
 def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "ask", os._exit)  # called with what it does not take: exit code 1
+    monkeypatch.setattr(cli_arms, "ask", os._exit)  # called with what it does not take: exit code 1
     monkeypatch.setattr(processes, "PATIENCE", 0.05)
     with pytest.raises(ThinkfoldError, match="exit code 1"):
-        list(accuracy.measure(accuracy.parse(["-n", "2"]), arms(["off"])))
+        list(cli_arms.measure(accuracy.shards(accuracy.parse(["-n", "2"]), arms(["off"])), arms(["off"])))
 
 
 def test_rows_are_paired_with_the_first_arm(
@@ -69,7 +70,7 @@ def test_rows_are_paired_with_the_first_arm(
         "eager": [result(i, True, 6000, 1500) for i in range(4)],
     }
 
-    def measured(_: Any, asked: Sequence[Arm]) -> Iterator[tuple[Arm, list[Result], float]]:
+    def measured(_: Any, asked: Sequence[Arm], __: int) -> Iterator[tuple[Arm, list[Result], float]]:
         for arm in asked:
             yield arm, made[arm.name], 2.0
 

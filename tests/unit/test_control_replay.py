@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -17,16 +18,19 @@ from thinkfold.cli import bench, records, rows
 from thinkfold.cli.evaluation import Question
 from thinkfold.cli.recording import Share
 from thinkfold.config import EngineConfig
+from thinkfold.control.baselines import Compared, deepconf, majority, one_by_one
 from thinkfold.control.early_stop import EarlyStopping
-from thinkfold.control.replay import Place, Record, oracle, replay, replay_one_by_one, replay_vote
+from thinkfold.control.probing import answer_part
+from thinkfold.control.replay import Place, Record, oracle, replay, replay_vote
 from thinkfold.engine.language import Language, load_language
 from thinkfold.errors import ParameterError
 from thinkfold.types import (
+    Boundary,
     CompletionOutput,
     Costs,
     FoldParams,
     Phase,
-    PromptState,
+    ProbeResult,
     RequestOutput,
     SamplingParams,
     ThinkingParams,
@@ -136,8 +140,31 @@ def test_an_unsure_trace_is_killed_on_the_clock() -> None:
 
 def test_samples_one_by_one() -> None:
     traces = [record(tokens=100, answer="8" if n == 1 else "7", correct=n != 1) for n in range(16)]
-    assert replay_one_by_one(traces) == (True, 7 * 110, 7)  # 6 to 1
-    assert replay_one_by_one(traces[:3]) == (True, 330, 3)
+    assert one_by_one(traces) == Compared(True, 7 * 110, 7 * 110, 7)  # 6 to 1
+    assert one_by_one(traces[:3]) == Compared(True, 330, 330, 3)
+
+
+def test_a_plain_majority() -> None:
+    traces = [record(tokens=100 * (n + 1), answer="8" if n < 2 else "7", correct=n >= 2) for n in range(5)]
+    assert majority(traces) == Compared(True, 1550, 510, 5)
+    assert not majority(traces[:3]).correct
+
+
+def test_deepconf_kills_by_the_warm_up_and_stops_at_consensus() -> None:
+    def trace(tokens: int, answer: str, lowest: float, *windows: tuple[int, float]) -> Record:
+        made = record(tokens=tokens, answer=answer, correct=answer == "7")
+        return replace(made, lowest=lowest, bottom=lowest, windows=list(windows))
+
+    warm = [trace(100, "7", 1.0), trace(300, "8", 5.0)]
+    others = [trace(500, "8", 2.0, (256, 9.0), (320, 4.0)), trace(190, "7", 6.0), trace(900, "7", 9.0)]
+    # threshold 0.1 of the way up: 4.6. The third trace is killed at 320; weights 1 + 6 + 9 against 5 are no consensus
+    found = deepconf([*warm, *others], warm_up=2, kept=0.1)
+    assert found == Compared(True, 110 + 310 + 320 + 200 + 910, 310 + 910, 5)
+    alike = deepconf([warm[0], *others[1:]], warm_up=1, kept=0.9)
+    assert alike == Compared(True, 110, 110, 1), "one answer has all the weight"
+    turned = [trace(100, "8", 0.1), trace(100, "7", 1.0), *[trace(200 + n, "7", 1.0) for n in range(3)]]
+    stopped = deepconf(turned, warm_up=2, kept=1.0)  # 0.1 of 2.1 is less than a twentieth
+    assert stopped.critical_path == 110 + 210 and stopped.tokens == 2 * 110 + 3 * 210
 
 
 def test_a_vote_needs_its_samples() -> None:
@@ -179,6 +206,12 @@ def test_the_bench_replays_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     vote = found["replay/vote/waves_4/hard"]
     assert vote["n"] == 3 and vote["tokens_ratio"] < 1.0 and "replay/vote/short_4/hard" in found
     assert found["replay/vote/one_by_one_4/hard"]["started_mean"] == 4
+    assert "replay/vote/maj@4/hard" not in found, "that is the reference"
+    assert found["replay/vote/deepconf_high_4/hard"]["accuracy"] == 1.0
+    assert not any(case.startswith("aa/") for case in found)
+    assert module.main(["--records", str(path), "--votes", "2", "--json", "--no-record"]) == 0
+    found = {row["case"]: row["metrics"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["aa/maj@2/long"]["n"] == 3 and found["aa/maj@2/long"]["tokens_ratio"] == 1.0
     for refused in (["--samples", "4"], ["--suite", "easy"], ["--processes", "0"]):
         with pytest.raises(SystemExit):
             module.parse(["--record", "x", *refused])
@@ -211,23 +244,12 @@ def test_each_process_records_its_share(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert sorted(number for share in cut for number in share.numbers) == list(range(40, 47))
     assert all((share.in_flight, share.seconds, share.sampling.n) == (2, 120.0, 4) for share in cut)
 
-    def told(_: Any, asked: Sequence[Share]) -> list[list[Record]]:
+    def told(_: Any, asked: Sequence[Share], gpus: int) -> list[list[Record]]:
         return [[settled_at(300, index=number)] * 4 for share in asked for number in share.numbers]
 
     monkeypatch.setattr(module, "spread", told)
-    assert module.main(words) == 0
+    assert module.main([*words, "--gpus", "2"]) == 0
     assert [one.index for one in records.load(path)] == [number for number in range(40, 47) for _ in range(4)]
-
-
-def test_boundaries_are_found_in_the_tokens(language: Language) -> None:
-    text = "One line.\nTwo. Wait, three.\n\nFour"
-    ids = language.tokenizer.encode(text, add_special_tokens=False)
-    cuts, thinking = records.boundaries(language, PromptState(Phase.THINKING, 0, 0), ids)
-    assert thinking == ids and all(a.at < b.at for a, b in itertools.pairwise(cuts))
-    ends = {str(cut.kind): language.vocabulary.text(ids[: cut.index]) for cut in cuts}
-    assert ends["paragraph"].endswith("three.\n\n") and ends["transition"].rstrip().endswith("Two.")
-    assert ends["sentence"].rstrip().endswith("line.")
-    assert len(records.probed_cuts(cuts, 1)) == len(cuts) and not records.probed_cuts(cuts, 10**6)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +260,7 @@ def language() -> Language:
 def test_the_answer_part_of_a_probe(language: Language) -> None:
     def part(text: str) -> tuple[str, int]:
         ids = language.tokenizer.encode(text, add_special_tokens=False)
-        found, used = records.answer_part(language.vocabulary, ids)
+        found, used = answer_part(language.vocabulary, ids)
         assert language.vocabulary.text(ids[:used]).startswith(found)
         return found, used
 
@@ -249,64 +271,97 @@ def test_the_answer_part_of_a_probe(language: Language) -> None:
 
 
 class Scripted:
-    """An engine that writes one trace, and answers every other prompt with `9}`; it keeps the prompts."""
+    """An engine that thinks word by word and answers every probe with `9}`, `late` tokens behind the last one told."""
 
-    def __init__(self, language: Language, trace: list[int]) -> None:
-        self.language, self.trace = language, trace
+    def __init__(self, language: Language, words: int, late: int = 0, dropped: str | None = None) -> None:
+        self.language, self.words, self.late, self.dropped = language, words, late, dropped
         self.prompts = SimpleNamespace(encode_chat=lambda messages: [1, 2, 3])
-        self.asked: list[list[int]] = []
+        self.told = 0
+        self.asked: list[tuple[str, tuple[int, ...], int | None]] = []
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingParams, thinking: ThinkingParams, fold: FoldParams, **_: Any
+        self, prompt: Sequence[int], sampling: SamplingParams, thinking: ThinkingParams, fold: FoldParams, **more: Any
     ) -> AsyncIterator[RequestOutput]:
-        probe = list(prompt) != [1, 2, 3]
-        if probe:
-            self.asked.append(list(prompt))
-        ids = self.language.tokenizer.encode("9}", add_special_tokens=False) if probe else self.trace
-        stats = [TokenStats(-0.1, 0.5, 3.0, float(i)) for i in range(len(ids))]
-        branch = CompletionOutput(0, text="The answer is \\boxed{9}.", token_ids=list(ids), stats=stats)
-        branch.num_output_tokens = len(ids)
-        yield RequestOutput("r", [branch], ThinkingPolicy(True, None, "default"), Costs(), finished=True)
+        assert list(prompt) == [1, 2, 3] and fold.policy == "off" and more == {"request_id": "record-5"}
+        for count in range(1, self.words + 2):
+            last = count > self.words
+            news = CompletionOutput(0, token_ids=[7], stats=[TokenStats(-0.1, 0.5, 3.0, float(count))])
+            news.num_output_tokens, news.num_thinking_tokens = count, min(count, self.words)
+            news.phase = Phase.ANSWER if last else Phase.THINKING
+            news.text = "The answer is \\boxed{9}." if last else ""
+            kind = "paragraph" if count % 20 == 0 else "sentence"
+            news.boundaries = [Boundary(kind, count)] if count % 4 == 0 and not last else []
+            self.told = count
+            yield RequestOutput("r", [news], ThinkingPolicy(True, None, "default"), Costs(), finished=last)
+            await asyncio.sleep(0)
+
+    async def probe(
+        self, name: str, suffix: tuple[int, ...], n: int, stop: tuple[str, ...], choice: int
+    ) -> ProbeResult:
+        self.asked.append((name, suffix, choice))
+        ids = self.language.tokenizer.encode("9}", add_special_tokens=False)
+        stats = [TokenStats(-0.1, 0.5, 3.0, 0.0) for _ in ids]
+        computed = len(suffix) + len(ids)
+        return ProbeResult(
+            ids, "9}", stats, computed_tokens=computed, after=self.told + self.late, dropped=self.dropped
+        )
 
 
-async def test_the_recorder_asks_behind_the_forced_end(language: Language) -> None:
-    encode = language.tokenizer.encode
+QUESTION = Question(5, "t", "What?", "9", lambda text: "{9}" in text)
+
+
+async def recorded(engine: Scripted, every: int) -> Record:
+    recorder = records.Recorder(engine, engine.language, every=every)  # pyright: ignore[reportArgumentType]
+    (found,) = await recorder.record(QUESTION, SamplingParams())
+    return found
+
+
+async def test_the_recorder_asks_forks_of_the_running_trace(language: Language) -> None:
     assert language.family is not None
-    start = [*language.family.tokens.starts[0]] if language.family.tokens.starts else []
-    trace = [*start, *encode("First we add.\n\nThen we check it again.\n\nSo it is.", add_special_tokens=False)]
-    engine = Scripted(language, trace)
-    recorder = records.Recorder(engine, language, every=3)  # pyright: ignore[reportArgumentType]
-    question = Question(5, "t", "What?", "9", lambda text: "{9}" in text)
-    (found,) = await recorder.record(question, SamplingParams())
+    engine = Scripted(language, 100)
+    found = await recorded(engine, 30)
+    suffix = (*language.family.force_ids, *language.opener_ids)
+    assert engine.asked == [("record-5", suffix, 0)] * 3
     looked = found.probed
-    assert found.correct and len(looked) == len(engine.asked) > 0
-    suffix = [*language.family.force_ids, *language.opener_ids]
-    first = next(cut for cut in records.boundaries(language, PromptState(Phase.ANSWER, 0, 3), trace)[0])
-    assert engine.asked[0] == [1, 2, 3, *trace[: first.index], *suffix]
-    assert looked[0].margin == float(first.index)  # the row behind the boundary's last token
-    assert looked[0].correct and looked[0].entropy == 0.5 and looked[0].probe_tokens == len(suffix) + 2
-    assert found.bottom == pytest.approx(3.0) and found.stop_tokens == len(language.family.force_ids)
+    # asked at the boundaries 32, 64 and 96 when the token behind them was told, recorded where the engine forked
+    assert [place.at for place in looked] == [33, 65, 97]
+    assert [place.margin for place in looked] == [33.0, 65.0, 97.0]
+    assert looked[0].correct and looked[0].entropy == 0.5 and looked[0].probe == "9}"
+    assert (looked[0].peek_tokens, looked[0].probe_tokens) == (len(suffix), len(suffix) + 2)
+    assert found.correct and found.stop_tokens == len(language.family.force_ids)
+    assert found.bottom == pytest.approx(3.0) and found.thinking_tokens == 100
+
+
+async def test_a_probe_that_comes_too_late_or_is_dropped_tells_nothing(language: Language) -> None:
+    late = await recorded(Scripted(language, 100, late=10), 30)
+    assert [place.at for place in late.probed] == [43, 75]
+    assert all(a.at <= b.at for a, b in itertools.pairwise(late.places))
+    dropped = await recorded(Scripted(language, 100, dropped="no memory was free"), 30)
+    assert not dropped.probed and [place.at for place in dropped.places if place.margin > 8] == [
+        20,
+        32,
+        40,
+        60,
+        64,
+        80,
+        96,
+    ]
 
 
 async def test_what_no_rule_reads_is_not_kept(language: Language) -> None:
-    assert language.family is not None
-    start = [*language.family.tokens.starts[0]] if language.family.tokens.starts else []
-    text = "We add. " * 200
-    trace = [*start, *language.tokenizer.encode(text, add_special_tokens=False)]
-    question = Question(5, "t", "What?", "9", lambda text: True)
-    engine = Scripted(language, trace)
-    (found,) = await records.Recorder(engine, language, every=100).record(question, SamplingParams())  # pyright: ignore[reportArgumentType]
+    found = await recorded(Scripted(language, 400), 200)
     bare = [place for place in found.places if place.probe is None]
-    assert len(bare) < 8 and all(place.margin <= records.MARGIN_SEEN for place in bare)  # margins are token numbers
-    assert records.loops(trace) and found.token_ids, "the rule against loops needs them"
-    (plain,) = await records.Recorder(engine, language, every=0).record(question, SamplingParams())  # pyright: ignore[reportArgumentType]
-    assert (plain.places, plain.token_ids, plain.reply) == ([], [], found.reply) and plain.windows
+    assert all(place.kind == "paragraph" or place.margin <= records.MARGIN_SEEN for place in bare)
+    assert 0 < len(bare) < 25 and found.token_ids, "it says one word again and again: the rule against loops needs them"
+    engine = Scripted(language, 400)
+    plain = await recorded(engine, 0)
+    assert (plain.places, plain.token_ids, plain.reply, engine.asked) == ([], [], found.reply, []) and plain.windows
     assert not records.loops(list(range(1000))) and not records.loops([1, 2] * 100)
 
 
 def test_a_model_whose_thinking_cannot_be_ended_is_refused(language: Language) -> None:
     with pytest.raises(ParameterError, match="cannot be ended by force"):
-        records.Recorder(Scripted(language, []), replace(language, family=None), every=1)  # pyright: ignore[reportArgumentType]
+        records.Recorder(Scripted(language, 0), replace(language, family=None), every=1)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_bench_is_documented() -> None:

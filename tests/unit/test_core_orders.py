@@ -322,7 +322,7 @@ def test_case_25_a_probe_leaves_nothing_behind(depth):
     told = list(engine.one().token_ids)
     found = probe(engine, " Final answer:", n=4)
     assert found.dropped is None and found.finish_reason is FinishReason.LENGTH and len(found.token_ids) == 4
-    assert len(found.stats) == 4 and found.text == engine_text(found.token_ids)
+    assert len(found.stats) == 4 and found.text == engine_text(found.token_ids) and found.after == len(told)
     question = ids(" Final answer:")
     prompt = len(ids(OPEN_PROMPT))
     asked = [c[prompt:] for c in engine.runner.contexts if c[prompt + len(told) :][: len(question)] == question]

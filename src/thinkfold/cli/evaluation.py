@@ -18,7 +18,16 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.llm import collect
 from thinkfold.pebble import problems, score
-from thinkfold.types import FinishReason, FoldParams, RequestOutput, SamplingParams, ThinkingParams
+from thinkfold.types import (
+    ControlParams,
+    Costs,
+    Decision,
+    FinishReason,
+    FoldParams,
+    RequestOutput,
+    SamplingParams,
+    ThinkingParams,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,8 @@ class Result:
     kv_peak_entries: int
     folds: int
     error: str | None
+    tokens: int = 0  # all that were computed for the answer, of cancelled samples and looks, too
+    probe_tokens: int = 0
 
     @property
     def accuracy(self) -> float:
@@ -109,6 +120,8 @@ async def evaluate(
     sampling: SamplingParams,
     thinking: ThinkingParams,
     fold: FoldParams | None = None,
+    control: ControlParams | None = None,
+    how: Decision | None = None,
     *,
     in_flight: int,
     on_result: Callable[[Result], None],
@@ -124,7 +137,7 @@ async def evaluate(
         async with gate:
             seeded = replace(sampling, seed=(sampling.seed or 0) + question.index)
             prompt = engine.prompts.encode_chat([{"role": "user", "content": question.text}])
-            result = judged(question, await collect(engine, prompt, seeded, thinking, fold))
+            result = judged(question, await collect(engine, prompt, seeded, thinking, fold, control, how))
         on_result(result)
         return result
 
@@ -159,7 +172,14 @@ def judged(question: Question, output: RequestOutput) -> Result:
         kv_peak_entries=output.costs.kv_peak_entries,
         folds=output.costs.folds,
         error=output.error,
+        tokens=generated(output.costs),
+        probe_tokens=output.costs.probe_tokens,
     )
+
+
+def generated(costs: Costs) -> int:
+    """Output tokens, of cancelled samples, too, and those of looks."""
+    return costs.thinking_tokens + costs.answer_tokens + costs.discarded_tokens + costs.probe_tokens
 
 
 def metrics(results: list[Result], seconds: float) -> dict[str, float]:

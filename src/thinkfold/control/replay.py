@@ -10,13 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from thinkfold.control.ballot import Tally, tally
 from thinkfold.control.early_stop import EarlyStopping
-from thinkfold.control.equality import Equality
-from thinkfold.control.extract import extract
 from thinkfold.control.facts import read_probe
 from thinkfold.control.rule import Action, AtBoundary, BoundaryKind, EndThinking, Peek, Peeked, Probe, Probed, Wrote
-from thinkfold.control.vote_stops import MIN_PROBABILITY, beta_probability
 from thinkfold.control.voting import (
     CancelTraces,
     Decide,
@@ -247,20 +243,3 @@ def replay_vote(records: Sequence[Record], params: VoteParams, tick_tokens: int 
         look_tokens=clock.look_tokens,
         critical_path=clock.now + clock.looks_in_a_row,
     )
-
-
-def replay_one_by_one(records: Sequence[Record], equality: Equality | None = None) -> tuple[bool, int, int]:
-    """Adaptive consistency (arXiv 2305.11860): samples one after the other until the Beta rule holds.
-
-    Whether the majority is right, and the tokens, all of which lie on the critical path; then how many samples.
-    """
-    relation = equality or Equality()
-    answers: list[str | None] = []
-    found = Tally((), 0)
-    for record in records:
-        answers.append(extract(record.reply).answer)
-        found = tally(answers, [1.0] * len(answers), relation)
-        if found.classes and beta_probability(*[*found.counts, 0][:2]) >= MIN_PROBABILITY:
-            break
-    right = bool(found.classes) and records[found.classes[0].representative].correct
-    return right, sum(record.output_tokens for record in records[: len(answers)]), len(answers)

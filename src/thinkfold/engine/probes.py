@@ -23,6 +23,7 @@ class _Asked:
     running: Running
     control: SideControl
     shared: int  # tokens that the probe did not compute
+    after: int  # output tokens of the branch
 
 
 class Probes:
@@ -54,7 +55,7 @@ class Probes:
             replace(request, sampling=sampling), branch.index, -1, steering, [*branch.token_ids, *order.token_ids]
         )
         self._scheduler.fork_side(branch, side, redo=not order.token_ids)
-        self._asked[id(side)] = _Asked(order.call, running, steering, side.highest_computed)
+        self._asked[id(side)] = _Asked(order.call, running, steering, side.highest_computed, len(branch.output_ids))
 
     def accept(self, side: Branch, result: StepResult, index: int) -> None:
         """One drawn token of a side branch."""
@@ -88,5 +89,5 @@ class Probes:
         self.tokens += computed
         asked.running.meter.costs.probe_tokens += computed
         result = asked.control.result(computed)
-        result.dropped = dropped
+        result.after, result.dropped = asked.after, dropped
         self._reply(asked.call, result)
