@@ -206,10 +206,9 @@ look.
 
 
 def _families() -> list[tuple[str, str, str, str]]:
-    example = {f.name: {"x": 0} for f in fields(EngineStats) if str(f.type).startswith("dict")}
-    engine = SimpleNamespace(
-        health=lambda: SimpleNamespace(ready=True), stats=lambda: EngineStats(**cast(Any, example))
-    )
+    example: dict[str, Any] = {f.name: {"x": 0} for f in fields(EngineStats) if str(f.type).startswith("dict")}
+    example |= {"decisions": {("x", "x"): 0}, "rules_off": [("x", "x")]}
+    engine = SimpleNamespace(health=lambda: SimpleNamespace(ready=True), stats=lambda: EngineStats(**example))
     server = ServerMetrics(cast(EngineSlot, SimpleNamespace(engine=engine)))
     for metric in vars(server).values():  # a labelled metric is told once it has been counted
         if names := getattr(metric, "_labelnames", ()):

@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from server_stand_in import EOS, ScriptedEngine, chat, serving
 
-from thinkfold.types import Fold, ThinkingEndReason
+from thinkfold.engine.samples import Question
+from thinkfold.types import (
+    CompletionOutput,
+    Costs,
+    Fold,
+    RequestOutput,
+    ThinkingEndReason,
+    ThinkingPolicy,
+    VoteState,
+)
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "observability"
@@ -44,7 +55,7 @@ async def test_thinking_and_folds_are_counted_once(stream: bool) -> None:
     script = ("<think>", *"abcd", "</think>", "A", EOS)
     engine = ScriptedEngine(scripts=[script], told={3: FOLDS})
     seen = values(await exposition(engine, stream=stream, n=2, thinking_token_budget=8))
-    natural = 'reason="natural"'
+    natural = 'reason="natural",tier=""'
     assert seen[f"thinkfold_thinking_length_tokens_count{{{natural}}}"] == 2
     assert seen[f"thinkfold_thinking_length_tokens_sum{{{natural}}}"] == 8
     assert (seen["thinkfold_thinking_budget_use_count"], seen["thinkfold_thinking_budget_use_sum"]) == (2, 1.0)
@@ -52,6 +63,26 @@ async def test_thinking_and_folds_are_counted_once(stream: bool) -> None:
     assert seen["thinkfold_fold_error_count"] == 4 and math.isclose(seen["thinkfold_fold_error_sum"], 1.0)
     assert seen["thinkfold_queue_seconds_count"] == 1
     assert seen["thinkfold_time_to_first_answer_token_seconds_count"] == 1
+
+
+class Voting(ScriptedEngine):
+    """Four samples, then four more, then the winner."""
+
+    async def decide(self, question: Question, how: Any) -> AsyncIterator[RequestOutput]:
+        for started in (4, 4, 8):
+            state = VoteState(how.n, started, started, 0, 0, 0)
+            yield RequestOutput(
+                "r", [CompletionOutput(0)], ThinkingPolicy(True, None, "default"), Costs(), outcome=state
+            )
+        async for output in self.generate(question.prompt, question.sampling, question.thinking):
+            output.outcome = VoteState(how.n, 8, 0, 8, 0, 0, answer="A", rule="beta", sample=0)
+            yield output
+
+
+async def test_a_vote_counts_its_waves_and_what_settled_it() -> None:
+    seen = values(await exposition(Voting(), vote={"n": 8}))
+    assert seen["thinkfold_vote_rounds_total"] == 2
+    assert seen['thinkfold_votes_total{rule="beta"}'] == 1
 
 
 async def test_no_thinking_counts_none() -> None:
@@ -63,7 +94,7 @@ async def test_no_thinking_counts_none() -> None:
 async def test_labels_are_bounded() -> None:
     text = await exposition(ScriptedEngine(), user="somebody", metadata={"k": "v"}, cache_salt="s", model="tiny")
     labels = {label for line in text.splitlines() for label in re.findall(r"(\w+)=\"", line)}
-    assert labels <= {"le", "reason", "class", "status", "finish_reason", "rung", "limit", "rule", "outcome"}
+    assert labels <= {"le", "reason", "class", "status", "finish_reason", "rung", "limit", "rule", "outcome", "tier"}
     assert len(ThinkingEndReason) <= 16
 
 

@@ -196,6 +196,13 @@ async def test_bodies_that_are_no_requests(raw: bytes) -> None:
     await refused(ScriptedEngine(), raw, "completions")
 
 
+@pytest.mark.parametrize("half", [r"\ud800", r"\udc00", r"a\ud800b", r"\ud800\u0041"])
+async def test_half_a_character_is_called_so(half: str) -> None:
+    raw = json.dumps(chat_body(messages=[{"role": "user", "content": "X"}])).replace("X", half).encode()
+    error = await refused(ScriptedEngine(), raw)
+    assert error["param"] == "body" and "surrogate pair, at line 1 column" in error["message"]
+
+
 async def test_too_large_a_body() -> None:
     engine = ScriptedEngine()
     async with serving(engine, ServerOptions(max_body_bytes=1000)) as client:

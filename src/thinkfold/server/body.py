@@ -66,7 +66,10 @@ def _first_problem(model: type[BaseModel], error: ValidationError) -> ParameterE
         shown = f"{_path(outer)}.{name!s:.100}" if outer else f"{name!s:.100}"
         return ParameterError(shown, f"is not a known field{'' if outer else _suggestion(model, shown)}")
     if first["type"] == "json_invalid":
-        return ParameterError("body", f"is not valid JSON ({first['msg'].removeprefix('Invalid JSON: ')})")
+        what, at, place = first["msg"].removeprefix("Invalid JSON: ").rpartition(" at ")
+        if "hex escape" in what:
+            what = r"a \u escape is cut short, or one half of a surrogate pair,"
+        return ParameterError("body", f"is not valid JSON ({what}{at}{place})")
     if first["type"] == "none_required":
         return UnsupportedError(where, "is not supported by this server")
     same = [p["msg"] for p in problems if p["loc"][:1] == first["loc"][:1] and p["type"] != "none_required"]

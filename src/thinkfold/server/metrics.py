@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from thinkfold.engine.messages import EngineStats
 from thinkfold.server.contract import EngineSlot
 from thinkfold.server.tiers import Slo
-from thinkfold.types import CompletionOutput, RequestOutput, ThinkingPolicy
+from thinkfold.types import CompletionOutput, RequestOutput, ThinkingPolicy, VoteState
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _LENGTHS = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -72,10 +72,13 @@ class ServerMetrics:
         self.answer = self._histogram("time_to_first_answer_token_seconds", "Arrival to first answer text", _SECONDS)
         self.tpot = self._histogram("time_per_output_token_seconds", "Mean gap between tokens", _TOKEN_SECONDS)
         self.queue = self._histogram("queue_seconds", "Arrival to the first computed token", _SECONDS)
-        self.length = self._histogram("thinking_length_tokens", "Thinking of a choice, by its end", _LENGTHS, "reason")
+        thought = "Thinking of a choice, by its tier and its end"
+        self.length = self._histogram("thinking_length_tokens", thought, _LENGTHS, "tier", "reason")
         self.budget = self._histogram("thinking_budget_use", "Share of its budget that a choice thought", _SHARES)
         self.fold_error = self._histogram("fold_error", "Estimated errors of folds and refused folds", _ERRORS)
         self.freed = self._counter("fold_pages_freed", "KV pages that folds gave back")
+        self.votes = self._counter("votes", "Finished votes, by what settled them", "rule")
+        self.vote_rounds = self._counter("vote_rounds", "Waves of samples that votes have started")
         self.errors = self._counter("errors", "Error replies by status", "status")
         self.slo_requests = self._counter("slo_requests", "Requests of tiers with promises", "tier", "slo")
         self.slo_misses = self._counter("slo_misses", "Promises not kept, by promise", "tier", "promise")
@@ -104,6 +107,7 @@ class RequestTimer:
         self._start = metrics.clock()
         self._first: float | None = None
         self._answer: float | None = None
+        self._sampled = 0  # samples of a vote that have started
 
     def observe(self, output: RequestOutput) -> None:
         """Take note of news of the request."""
@@ -116,6 +120,8 @@ class RequestTimer:
             self._metrics.answer.observe(now - self._start)
         for choice in output.outputs:
             self._count(choice, output.policy)
+        if isinstance(output.outcome, VoteState):
+            self._count_vote(output.outcome, finished=output.finished)
         if output.finished:
             self._metrics.queue.observe(output.costs.queue_s)
 
@@ -126,9 +132,16 @@ class RequestTimer:
                 self._metrics.fold_error.observe(fold.error)
         if choice.finish_reason is not None and choice.thinking_end_reason is not None:
             thought = choice.num_thinking_tokens
-            self._metrics.length.labels(str(choice.thinking_end_reason)).observe(thought)
+            self._metrics.length.labels(self._tier, str(choice.thinking_end_reason)).observe(thought)
             if policy.budget:
                 self._metrics.budget.observe(thought / policy.budget)
+
+    def _count_vote(self, vote: VoteState, *, finished: bool) -> None:
+        if vote.started > self._sampled:
+            self._sampled = vote.started
+            self._metrics.vote_rounds.inc()
+        if finished and vote.rule is not None:
+            self._metrics.votes.labels(vote.rule).inc()
 
     def finish(self, tokens_per_choice: int) -> None:
         """The reply is complete; `tokens_per_choice` of its longest choice."""
