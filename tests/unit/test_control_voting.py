@@ -18,6 +18,8 @@ from thinkfold.control.vote_stops import (
     dirichlet_probability,
     is_safe_in_flight,
     leader_probability,
+    settled_by,
+    staying_probability,
 )
 from thinkfold.control.voting import (
     CancelTraces,
@@ -91,18 +93,43 @@ def test_in_flight_margin() -> None:
     assert is_safe_in_flight({0: 3.0}, [Leaning(1, 1), Leaning(1, 1)], 0)
 
 
-def test_waves_double_and_stop_at_the_beta_rule() -> None:
+def test_a_wave_stops_when_the_winner_is_likely() -> None:
     voting = Voting(VoteParams(n=16))
     assert voting.start() == [StartTraces(4)]
     assert finish(voting, 0, "7") == [] and finish(voting, 1, "7") == [] and finish(voting, 2, "8") == []
-    assert finish(voting, 3, "7.0") == [StartTraces(4)]
-    for trace in (4, 5):
-        assert finish(voting, trace, "14/2") == []
-    found = result_of(finish(voting, 6, "7"))  # 6 to 1
-    assert (found.rule, found.answer, found.trace) == ("beta", "7", 0)
-    assert [c.count for c in found.classes] == [6, 1] and found.share == pytest.approx(6 / 7)
-    assert (found.started, found.finished, found.cancelled) == (8, 7, 1)
+    assert finish(voting, 3, "7.0") == [StartTraces(4)]  # 3 to 1 is not enough
+    found = result_of(finish(voting, 4, "14/2"))
+    assert (found.rule, found.answer, found.trace) == ("likely", "7", 0)
+    assert [c.count for c in found.classes] == [4, 1] and found.share == pytest.approx(4 / 5)
+    assert (found.started, found.finished, found.cancelled) == (8, 5, 3)
     assert voting.observe(TraceFinished(7, boxed("9"))) == []
+
+
+def test_waves_grow() -> None:
+    voting = Voting(VoteParams(n=32))
+    actions = voting.start()
+    for trace in range(27):
+        actions += finish(voting, trace, str(trace % 4))
+    assert actions == [StartTraces(count) for count in (4, 4, 4, 6, 9, 5)]
+
+
+@pytest.mark.parametrize(
+    ("votes", "remaining"), [([5, 2], 9), ([6, 4, 2], 4), ([2, 2], 6), ([1, 0], 3), ([3, 2, 2], 0)]
+)
+def test_the_probability_that_a_leader_stays_agrees_with_drawing(votes: list[int], remaining: int) -> None:
+    rng = random.Random(7)
+    wins = 0.0
+    for _ in range(20_000):
+        urn = [*[*votes, 0][:2], sum(votes[2:])]
+        for _ in range(remaining):  # Pólya's urn, one ball of each colour beside the votes
+            urn[rng.choices(range(3), [balls + 1 for balls in urn])[0]] += 1
+        wins += 1.0 if urn[0] > urn[1] else 0.5 * (urn[0] == urn[1])
+    assert staying_probability(votes, remaining) == pytest.approx(wins / 20_000, abs=0.015)
+
+
+def test_counts_settle_by_the_mode_or_by_what_is_to_come() -> None:
+    assert settled_by([4], 12) == "beta" and settled_by([4, 1], 11) == "likely" and settled_by([4, 1], None) is None
+    assert settled_by([3, 1], 12) is None and settled_by([5, 4, 3], 4) is None and settled_by([7, 4, 2], 3) == "likely"
 
 
 def test_four_equal_votes_are_enough() -> None:
@@ -161,12 +188,12 @@ def test_short_takes_the_first_if_they_agree() -> None:
     assert (found.rule, found.trace, found.cancelled) == ("short", 1, 5)
 
 
-def test_short_falls_back_to_the_beta_rule() -> None:
-    voting = Voting(VoteParams(n=12, mode="short"))
+def test_short_falls_back_to_the_rules_of_waves() -> None:
+    voting = Voting(VoteParams(n=16, mode="short"))
     voting.start()
-    for trace, answer in enumerate(["7", "8", "7", "7", "7", "7"]):
+    for trace, answer in enumerate(["7", "8", "7", "7"]):
         assert finish(voting, trace, answer) == []
-    assert result_of(finish(voting, 6, "7")).rule == "beta"
+    assert result_of(finish(voting, 4, "7")).rule == "likely"
 
 
 def test_settled_in_flight_with_finished_votes() -> None:

@@ -8,6 +8,7 @@ from math import comb, exp, lgamma, log
 
 MIN_PROBABILITY = 0.95
 MIN_SHARE = 0.95
+MIN_STAYING = 0.88  # chosen on half of the recorded votes of Pebble's `hard` (docs/control.md)
 CROWDED_CLASSES = 3  # of at least this share each make a Dirichlet of the top five replace the Beta
 CROWDED_SHARE = 0.15
 TOP_CLASSES = 5
@@ -53,6 +54,37 @@ def leader_probability(votes: Sequence[int]) -> tuple[float, str]:
     if sum(vote >= CROWDED_SHARE * total for vote in votes) >= CROWDED_CLASSES:
         return dirichlet_probability(votes[:TOP_CLASSES]), "dirichlet"
     return beta_probability(votes[0], votes[1] if len(votes) > 1 else 0), "beta"
+
+
+def staying_probability(votes: Sequence[int], remaining: int) -> float:
+    """Probability that the leader also leads when `remaining` more votes are in; half of it for a draw.
+
+    Votes for the leader, the runner-up and all others, under a uniform Dirichlet prior: the Dirichlet-multinomial
+    of what is to come. `votes` fall; 1 for none that are to come and a leader ahead.
+    """
+    leader, runner_up, *others = *votes, 0, 0
+    shapes = leader + 1, runner_up + 1, sum(others) + 1
+    norm = lgamma(sum(shapes)) - lgamma(sum(shapes) + remaining) + lgamma(remaining + 1) - sum(map(lgamma, shapes))
+    total = 0.0
+    for more in range(remaining + 1):
+        for rival in range(remaining + 1 - more):
+            ahead = leader + more - runner_up - rival
+            if ahead >= 0:
+                come = more, rival, remaining - more - rival
+                found = sum(lgamma(a + x) - lgamma(x + 1) for a, x in zip(shapes, come, strict=True))
+                total += exp(norm + found) * (1.0 if ahead else 0.5)
+    return min(1.0, total)
+
+
+def settled_by(votes: Sequence[int], remaining: int | None) -> str | None:
+    """The rule by which counts settle a vote with `remaining` to come; None for no rule. Votes with weights tell none.
+
+    `beta` or `dirichlet`: the leader is the mode; `likely`: it stays the leader.
+    """
+    probability, name = leader_probability(votes)
+    if probability >= MIN_PROBABILITY:
+        return name
+    return "likely" if remaining is not None and staying_probability(votes, remaining) >= MIN_STAYING else None
 
 
 @dataclass(frozen=True, slots=True)

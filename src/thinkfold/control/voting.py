@@ -14,7 +14,7 @@ from thinkfold.control.ballot import Tally, VoteClass, joined, question, tally
 from thinkfold.control.equality import Equality
 from thinkfold.control.extract import extract
 from thinkfold.control.trace_confidence import percentile
-from thinkfold.control.vote_stops import MIN_PROBABILITY, MIN_SHARE, Leaning, is_safe_in_flight, leader_probability
+from thinkfold.control.vote_stops import MIN_SHARE, Leaning, is_safe_in_flight, leader_probability, settled_by
 from thinkfold.types import VoteParams
 from thinkfold.types.vote import MIN_FILTERED
 
@@ -140,8 +140,8 @@ class _Trace:
 
 
 def next_wave(started: int, n: int) -> int:
-    """How many of up to `n` samples start next: four, and then as many as have started."""
-    return min(n - started, max(FIRST_WAVE, started))
+    """How many of up to `n` samples start next: four, or half as many as have started if that is more."""
+    return min(n - started, max(FIRST_WAVE, started // 2))
 
 
 class Voting:
@@ -244,10 +244,12 @@ class Voting:
             return "short"
         if finished < MIN_FINISHED:
             return None
-        probability, name = leader_probability(found.counts)
-        if probability >= MIN_PROBABILITY and found.classes[0].count == found.counts[0]:
-            return name
-        return "share" if self._params.weights != "none" and found.share >= MIN_SHARE else None
+        weighted = self._params.weights != "none"
+        if found.classes[0].count == found.counts[0]:
+            rule = settled_by(found.counts, None if weighted else remaining)
+            if rule is not None:
+                return rule
+        return "share" if weighted and found.share >= MIN_SHARE else None
 
     def _tick(self, seen: Ticked) -> list[VoteAction]:
         """A round of probes: settle in flight, or prune who disagrees."""
