@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -224,6 +225,21 @@ def test_case_58_health_answers_beside_a_huge_message(served: Served) -> None:
         while sender.is_alive():
             assert client.get("/health").status_code == 200
     assert status == [400]
+
+
+def test_case_59_health_and_readiness_hold_through_long_prefills(served: Served) -> None:
+    computed = served.stats().computed_prompt_tokens
+    bodies = [{"prompt": [10 + i, *(100 + k % 900 for k in range(1700))], "max_tokens": 1} for i in range(6)]
+
+    def send(body: dict[str, Any]) -> int:
+        return httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code
+
+    with ThreadPoolExecutor(len(bodies)) as pool, httpx.Client(base_url=served.url, timeout=60) as client:
+        replies = [pool.submit(send, body) for body in bodies]
+        while not all(reply.done() for reply in replies):
+            assert (client.get("/health").status_code, client.get("/ready").status_code) == (200, 200)
+        assert [reply.result() for reply in replies] == [200] * len(bodies)
+    assert eventually(lambda: served.stats().computed_prompt_tokens - computed > 6 * 1600)
 
 
 def test_metrics_count_what_was_served(served: Served) -> None:

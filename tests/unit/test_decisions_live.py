@@ -43,6 +43,8 @@ async def test_a_settled_vote_starts_no_second_wave():
     assert [(c.answer, c.count) for c in found.classes] == [("7", 4)] and found.share == 1.0
     assert len(engine.seeds) == 1
     assert all(state.outcome and state.outcome.rule is None and not state.finished for state in states)
+    first = states[0].outcome
+    assert isinstance(first, VoteState) and (first.started, first.running, first.finished) == (4, 4, 0)
     counts = [state.outcome.finished for state in states if isinstance(state.outcome, VoteState)]
     assert counts == sorted(counts) and len(set(counts)) > 1, "its state is told as it forms"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import AsyncIterator
@@ -89,6 +90,27 @@ async def test_no_thinking_counts_none() -> None:
     seen = values(await exposition(ScriptedEngine(scripts=[("A", EOS)])))
     assert not [name for name in seen if name.startswith("thinkfold_thinking_length_tokens_count")]
     assert seen["thinkfold_thinking_budget_use_count"] == 0
+
+
+async def test_no_log_holds_what_was_asked_or_answered(caplog: pytest.LogCaptureFixture) -> None:
+    secret = "Rosebud"
+    engine = ScriptedEngine(scripts=[("<think>", secret, "</think>", secret, EOS)], told={1: FOLDS})
+    chat = {"messages": [{"role": "user", "content": secret}]}
+    paths = {
+        "/v1/chat/completions": chat,
+        "/v1/completions": {"prompt": secret},
+        "/v1/responses": {"input": secret, "instructions": secret},
+        "/v1/messages": {"model": "tiny", "max_tokens": 99, **chat},
+    }
+    with caplog.at_level(logging.DEBUG):
+        async with serving(engine) as client:
+            for path, body in paths.items():
+                for more in ({}, {"stream": True}, {"temperature": secret}, {secret: 1}):
+                    reply = await client.post(path, json={**body, **more})
+                    assert reply.status_code == (200 if more in ({}, {"stream": True}) else 400), reply.text
+            engine.fail_after = 2
+            assert (await client.post("/v1/chat/completions", json=chat)).status_code == 500
+    assert "thinkfold.fold" in caplog.text and secret not in caplog.text
 
 
 async def test_labels_are_bounded() -> None:

@@ -234,6 +234,11 @@ def test_it_fits_and_has_both_colour_schemes(browser: Browser, plain: str, width
         ground = "getComputedStyle(document.body).backgroundColor"
         before = page.evaluate(ground)
         assert (before == "rgb(16, 19, 26)") is dark
+        assert page.inner_text("#theme") == ("Light" if dark else "Dark")
+        page.emulate_media(color_scheme="light" if dark else "dark")
+        page.locator("#theme", has_text="Dark" if dark else "Light").wait_for()  # it follows the system until a click
+        page.emulate_media(color_scheme="dark" if dark else "light")
+        page.locator("#theme", has_text="Light" if dark else "Dark").wait_for()
         page.click("#theme")
         assert page.evaluate(ground) != before
 

@@ -68,6 +68,8 @@ def test_votes_form_while_they_come(browser: Browser) -> None:
         assert [round(float(width.removesuffix("%"))) for width in widths] == [67, 33]
         assert page.inner_text("#vote-note") == "3 of 8 samples finished, 1 cancelled"
         assert page.locator("#pause").is_disabled() and page.locator("#answer-now").is_disabled()
+        assert page.inner_text("#thinking-sum") == "The winner's is shown when the vote is decided."
+        page.locator("#progress", has_text="voting · 0 samples running").wait_for()
         engine.settled.set()
         page.locator("#go:enabled").wait_for()
         assert page.inner_text("#vote-note").endswith("settled: the leader is sure enough")

@@ -43,7 +43,7 @@ async def run_vote(
     """Yield the state of the vote whenever it changes, at last with the sample to show. `samples` are closed."""
     run = _Vote(samples, params, steersman, call, in_flight=in_flight, tick_tokens=tick_tokens)
     try:
-        await run.carry_out(run.voting.start())
+        await run.begin()
         told = None
         while run.voting.result is None:
             await run.take(await samples.next())
@@ -77,6 +77,12 @@ class _Vote:
         self._told: set[int] = set()
         self._settled = False  # in flight: one sample writes, nobody is asked any more
         self.state = VoteState(params.n, 0, 0, 0, 0, 0)
+
+    async def begin(self) -> None:
+        """The first wave starts."""
+        actions = self.voting.start()
+        self.state = self._standing()
+        await self.carry_out(actions)
 
     async def take(self, sample: Sample) -> None:
         """News of one sample."""
@@ -115,31 +121,31 @@ class _Vote:
         await self.carry_out(actions)
 
     def _step(self, seen: VoteObservation) -> tuple[list[VoteAction], VoteState]:
-        actions = self.voting.observe(seen)
+        return self.voting.observe(seen), self._standing()
+
+    def _standing(self) -> VoteState:
         result, live = self.voting.result, len(self.voting.live)
         if result is None:
             found = self.voting.tally()
             votes = sum(one.count for one in found.classes) + found.abstained
             started, cancelled = self.voting.started, self.voting.cancelled
             classes = _classes(found.classes)
-            state = VoteState(self._params.n, started, live, votes, cancelled, found.abstained, classes, found.share)
-        else:
-            state = VoteState(
-                n=self._params.n,
-                started=result.started,
-                running=live,
-                finished=result.finished,
-                cancelled=result.cancelled,
-                abstained=result.abstained,
-                classes=_classes(result.classes),
-                share=result.share,
-                probability=result.probability,
-                answer=result.answer,
-                rule=result.rule,
-                sample=result.trace,
-                by_reply=result.by_reply,
-            )
-        return actions, state
+            return VoteState(self._params.n, started, live, votes, cancelled, found.abstained, classes, found.share)
+        return VoteState(
+            n=self._params.n,
+            started=result.started,
+            running=live,
+            finished=result.finished,
+            cancelled=result.cancelled,
+            abstained=result.abstained,
+            classes=_classes(result.classes),
+            share=result.share,
+            probability=result.probability,
+            answer=result.answer,
+            rule=result.rule,
+            sample=result.trace,
+            by_reply=result.by_reply,
+        )
 
     async def _look_at_window(self, sample: Sample) -> None:
         if sample.output is None or sample.confidence is None or sample.confidence.full_window is None:

@@ -60,6 +60,7 @@ byId("theme").onclick = () => {
   localStorage.setItem("thinkfold.theme", next);
   theme(next);
 };
+matchMedia("(prefers-color-scheme: dark)").onchange = () => theme(localStorage.getItem("thinkfold.theme"));
 theme(localStorage.getItem("thinkfold.theme"));
 
 start();

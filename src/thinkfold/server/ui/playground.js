@@ -23,6 +23,8 @@ const ENDS = {
   control: "thinking was ended by order", unclosed: "the response ended while thinking",
 };
 
+const SILENT = { waiting: "Waiting for its turn …", voting: "The winner's is shown when the vote is decided." };
+
 export class Playground {
   // `memory` tells the newest {held, total} pages; `busy` is told when a response runs.
   constructor({ memory, busy }) {
@@ -145,7 +147,7 @@ export class Playground {
     const own = data.thinkfold ?? {};
     if (name === "thinkfold.segment") this.thinking.segment(own.segment);
     else if (name === "thinkfold.fold") this.thinking.fold(own.fold);
-    if (own.vote) this.votes.show(own.vote);
+    if (own.vote) this.#voted(own.vote);
     for (const choice of data.choices) {
       run.tokens = own.output_tokens ?? run.tokens;
       if (choice.delta.reasoning) this.#thought(choice.delta.reasoning);
@@ -155,6 +157,12 @@ export class Playground {
     if (data.usage) this.#cost(data.usage, own.policy);
     if (name || data.choices.length) this.#sum(run);
     if (run.phase === "waiting" || name) this.#buttons();
+  }
+
+  #voted(vote) {
+    this.votes.show(vote);
+    this.run.samples = vote.running;
+    if (vote.running && this.run.phase === "waiting") this.run.phase = "voting";
   }
 
   #thought(text) {
@@ -194,13 +202,14 @@ export class Playground {
   #progress() {
     const { run } = this;
     const words = run.paused ? "paused" : run.phase;
-    put(byId("progress"), `${words} · ${count(run.tokens)} tokens · ${seconds((performance.now() - run.start) / 1000)}`);
+    const made = run.phase === "voting" ? `${plural(run.samples, "sample")} running` : plural(run.tokens, "token");
+    put(byId("progress"), `${words} · ${made} · ${seconds((performance.now() - run.start) / 1000)}`);
   }
 
   // Of all that was thought: what is held raw, what as summaries.
   #sum(run) {
     const { tokens, folded, entries, folds, refused } = this.thinking;
-    if (!tokens) return put(byId("thinking-sum"), run.phase === "waiting" && this.run ? "Waiting for its turn …" : "No thinking.");
+    if (!tokens) return put(byId("thinking-sum"), (this.run && SILENT[run.phase]) || "No thinking.");
     const raw = Math.max(0, tokens - folded);
     const text = `${plural(tokens, "token")} thought, ${plural(raw + entries, "entry", "entries")} held`;
     put(byId("thinking-sum"), folds ? `${text} (${count(raw)} raw, ${count(entries)} in summaries)` : text);
