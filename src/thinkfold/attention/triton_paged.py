@@ -22,9 +22,7 @@ from thinkfold.attention.triton_store import TILE_FIELDS, store
 # Splits are added until a launch has this many programs, about four for each multiprocessor of a large GPU.
 PROGRAMS = 512
 MAX_SPLITS = 64
-# Most rows have no summary or a short one; an empty split costs a program.
-MAX_SUMMARY_SPLITS = 8
-MAX_INT4_SPLITS = 32  # there whole segments wait that were quantised and not folded
+MAX_SUMMARY_SPLITS = 32  # most rows have no summary or a short one; an empty split costs a program
 LOG2_E = 1 / math.log(2)
 LEAST_DOT = 16  # `tl.dot` takes no smaller dimension
 
@@ -84,8 +82,7 @@ def paged_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not kv_lens.numel() or not q.numel():
         return out.zero_(), lse.fill_(-torch.inf)
-    most = MAX_INT4_SPLITS if int4 else MAX_SUMMARY_SPLITS
-    shapes = _shapes(q, kv, page_table, summary_rows, summary_table, sliding_window, most)
+    shapes = _shapes(q, kv, page_table, summary_rows, summary_table, sliding_window)
     # Triton launches on the current device, which may be another one.
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         tiles = _store(k, v, kv, kv_scales, layer, slot_mapping, cu_seqlens_q, kv_lens, shapes)
@@ -102,7 +99,6 @@ def _shapes(
     summary_rows: Tensor,
     summary_table: Tensor,
     window: int,
-    summary_splits: int,
 ) -> Shapes:
     """Row b's tiles begin at (its first token + b (tokens - 1)) // tokens, so that no tile holds two rows."""
     num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
@@ -116,7 +112,7 @@ def _shapes(
     raw = _splits(tiles * num_heads, min(entries, window + tokens) if window > 0 else entries, MAX_SPLITS)
     folded = window <= 0 and summary_rows.shape[0] and summary_table.shape[1]
     room = summary_table.shape[3] * page_size if folded else 0
-    summaries = _splits(tiles * num_heads, room, summary_splits) if room else 0
+    summaries = _splits(tiles * num_heads, room, MAX_SUMMARY_SPLITS) if room else 0
     return Shapes(blocks, tokens, tiles, raw, raw + summaries)
 
 
