@@ -8,8 +8,10 @@ ThinkfoldError
 ├── ConflictError       the response is not in a state for this (HTTP 409)
 │   └── PositionError   a branch cannot be cut at this position (HTTP 409)
 ├── QueueFullError      the waiting queue is full, try again later (HTTP 429)
-│   └── SessionsFullError  all agent sessions that are kept are busy (HTTP 429)
+│   ├── SessionsFullError  all agent sessions that are kept are busy (HTTP 429)
+│   └── RemoteBusyError    the engine behind this one is busy (HTTP 429)
 ├── RequestFailedError  this one request failed inside the engine (HTTP 500)
+│   └── RemoteError     the engine behind this one failed it (HTTP 502)
 └── EngineDeadError     the engine has stopped (HTTP 503)
 """
 
@@ -75,8 +77,25 @@ class SessionsFullError(QueueFullError):
         self.retry_after = retry_after
 
 
+class RemoteBusyError(QueueFullError):
+    """The engine behind this one takes no more requests now; `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        ThinkfoldError.__init__(self, message)
+        self.retry_after = retry_after
+
+
 class RequestFailedError(ThinkfoldError):
     """One request failed inside the engine; others go on."""
+
+
+class RemoteError(RequestFailedError):
+    """The engine behind this one failed the request or refused it, there with `status`; or cannot be reached."""
+
+    def __init__(self, message: str, status: int | None = None, *, unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.unreachable = unreachable
 
 
 class EngineDeadError(ThinkfoldError):

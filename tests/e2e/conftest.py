@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import openai
@@ -17,6 +17,7 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import EngineStats
 from thinkfold.server.access.gate import Access
 from thinkfold.server.app import build_app
+from thinkfold.server.state import ServerOptions
 
 DUMMY = {"load_format": "dummy", "seed": 0, "max_model_len": 2048, "kv_cache_bytes": 64 * 1024 * 1024}
 
@@ -46,7 +47,14 @@ class Served:
 
 def run_server(config: EngineConfig, access: Access | None = None) -> Iterator[Served]:
     """Serve `config` from a thread until the generator is closed."""
-    app = build_app(start=lambda: AsyncEngine.start(config), access=access)
+    yield from run_engine(lambda: AsyncEngine.start(config), access=access)
+
+
+def run_engine(
+    start: Callable[[], Awaitable[AsyncEngine]], options: ServerOptions | None = None, access: Access | None = None
+) -> Iterator[Served]:
+    """Serve the engine that `start` makes, likewise."""
+    app = build_app(start=start, options=options, access=access)
     sock = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # the main thread has loops of its own

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from thinkfold.cli.engine_flags import POSITIONAL, add_engine_flags, add_flags
 from thinkfold.cli.settings import Resolved, ServeSettings, resolve
+from thinkfold.errors import ParameterError
 from thinkfold.types import ControlParams, Prices
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from thinkfold.engine.async_engine import AsyncEngine
     from thinkfold.server.access.gate import Access
     from thinkfold.server.contract import EngineSlot
     from thinkfold.server.prefixes import WarmPrefix
@@ -131,8 +133,10 @@ async def _serve(
     from thinkfold.server.app import build_app
     from thinkfold.server.prefixes import warm
 
+    remote = settings.serve.engine == "openai"
+
     async def start() -> AsyncEngine:
-        engine = await AsyncEngine.start(settings.engine)
+        engine = await (_start_remote(settings, options) if remote else AsyncEngine.start(settings.engine))
         try:
             await warm(engine, prefixes)
         except BaseException:
@@ -162,6 +166,27 @@ async def _serve(
     if server.force_exit:
         return INTERRUPTED
     return 0 if watcher.cancelled() else watcher.result()
+
+
+async def _start_remote(settings: Resolved, options: ServerOptions) -> AsyncEngine:
+    """The policy over the server that the settings name. Raises ParameterError, also where its client is missing."""
+    try:
+        from thinkfold.deploy.remote.engine import start_remote
+        from thinkfold.deploy.remote.http import Remote
+        from thinkfold.deploy.remote.service import check_service
+    except ModuleNotFoundError as error:
+        raise ParameterError("engine", f"openai needs {error.name}: pip install 'thinkfold[remote]'") from None
+
+    given = settings.serve
+    assert given.base_url is not None, "the settings were checked"
+    remote = Remote(given.base_url, given.remote_api_key, given.remote_model, given.remote_timeout_s)
+    engine = await start_remote(settings.engine, remote)
+    try:
+        check_service(engine, options)
+    except BaseException:
+        await engine.stop()
+        raise
+    return engine
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from thinkfold.types import Preset, Prices
 from thinkfold.types.checks import choice, integer, number
 
 PREFIX = "THINKFOLD_"
+SECRETS = ("remote_api_key",)
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -45,6 +46,11 @@ class ServeSettings:
     `session_ttl_s` is how many seconds an agent session is known since its last call.
     `step_cache_answers` bounds the answers of plan steps that are kept, 0 for none.
     `step_cache_ttl_s` is how many seconds such an answer is kept.
+    `engine` openai puts the policy over the OpenAI-compatible server at `base_url` (see docs/remote.md).
+    `base_url` is that server's address, such as http://127.0.0.1:8080/v1; `model` is then its tokenizer alone.
+    `remote_model` is the name it is asked for; None takes the only one it has.
+    `remote_api_key` is the key it asks for; better in the environment than on a command line.
+    `remote_timeout_s` of silence end a request to it.
     `secret_file` has at least 32 secret bytes that sign and seal thinking; servers that share it accept each other's.
     """
 
@@ -68,8 +74,20 @@ class ServeSettings:
     session_ttl_s: float = 3600.0
     step_cache_answers: int = 4096
     step_cache_ttl_s: float = 3600.0
+    engine: Literal["thinkfold", "openai"] = "thinkfold"
+    base_url: str | None = None
+    remote_model: str | None = None
+    remote_api_key: str | None = None
+    remote_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
+        choice("engine", self.engine, ("thinkfold", "openai"))
+        number("remote_timeout_s", self.remote_timeout_s, 0.0, 86_400.0, open_low=True)
+        if self.engine == "openai" and self.base_url is None:
+            raise ParameterError("base_url", "must say where the server of engine openai is")
+        for name in ("base_url", "remote_model", "remote_api_key"):
+            if self.engine != "openai" and getattr(self, name) is not None:
+                raise ParameterError(name, "belongs to engine openai")
         integer("port", self.port, 0, 65535)
         integer("max_body_bytes", self.max_body_bytes, 1024)
         integer("max_header_bytes", self.max_header_bytes, 1024)
@@ -111,6 +129,9 @@ class Resolved:
         for settings in (self.engine, self.serve):
             for each in fields(settings):
                 value = getattr(settings, each.name)
+                if each.name in SECRETS and value is not None:
+                    lines.append(f"# {each.name} is not shown  # {self.origins[each.name]}")
+                    continue
                 text = f"{each.name} = {_toml_value(value)}" if value is not None else f"# {each.name} is automatic"
                 lines.append(f"{text}  # {self.origins[each.name]}" if value is not None else text)
         lines += [f"# {line}" for line in self.explained()]

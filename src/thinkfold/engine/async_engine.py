@@ -17,7 +17,7 @@ from thinkfold.control.embedding import Embedder, configured_embedder
 from thinkfold.control.fold_policy import resolve_fold
 from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.build import build_core
-from thinkfold.engine.client import Build, CoreClient, ProcessClient, ThreadClient
+from thinkfold.engine.client import Build, CoreClient, local_client
 from thinkfold.engine.commands import Answer, Extend, Order
 from thinkfold.engine.controls import Controls
 from thinkfold.engine.decisions import Decisions
@@ -30,7 +30,6 @@ from thinkfold.engine.steering import Steersman
 from thinkfold.engine.stream import Readers
 from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError, QueueFullError, ThinkfoldError
 from thinkfold.fold import selectors
-from thinkfold.runner.loader import pick_device
 from thinkfold.text.prompts import PromptRenderer
 from thinkfold.types import (
     ControlParams,
@@ -48,6 +47,8 @@ from thinkfold.types import (
     ThinkingParams,
     Until,
 )
+
+Connect = Callable[[Language, Callable[[Event], None]], CoreClient]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,11 @@ class AsyncEngine(Controls):
         self._selectors = selectors.names()
 
     @classmethod
-    async def start(cls, config: EngineConfig, *, build: Build = build_core) -> Self:
+    async def start(cls, config: EngineConfig, *, build: Build = build_core, connect: Connect | None = None) -> Self:
         """Read the tokenizer, start the core and load the model in it.
 
-        `build` makes the core, in its own process if the configuration says so. Raises
-        ParameterError or UnsupportedError for a model that cannot be served, and
+        `build` makes the core, in its own process if the configuration says so; `connect` finds one elsewhere.
+        Raises ParameterError or UnsupportedError for a model that cannot be served, and
         EngineDeadError if the core cannot be built.
         """
         language = await asyncio.to_thread(load_language, config)
@@ -102,11 +103,8 @@ class AsyncEngine(Controls):
         prompts = PromptRenderer(language.tokenizer, normalize=config.normalize_prompts, markers=language.markers)
         engine = cls(config, prompts, language, embedder)
         engine.resolve_fold(None)  # a default that cannot be honoured is no reason to load a model
-        own_process = config.own_process
-        if own_process is None:
-            own_process = pick_device(config.device).type == "cuda"
-        client = ProcessClient if own_process else ThreadClient
-        engine._client = client(build, config, engine._on_event)
+        on_event = engine._on_event
+        engine._client = connect(language, on_event) if connect else local_client(build, config, on_event)
         try:
             await engine._ready.wait()
             if engine._dead is not None:

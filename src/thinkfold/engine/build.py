@@ -6,7 +6,9 @@ from functools import cache, partial
 
 from thinkfold.config import EngineConfig
 from thinkfold.control.parts import PartControl
+from thinkfold.engine.abilities import own_abilities
 from thinkfold.engine.answer_grammars import AnswerGrammars
+from thinkfold.engine.branch_controls import make_control
 from thinkfold.engine.capacity import reserve_pages
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.language import Language, load_language
@@ -15,7 +17,6 @@ from thinkfold.kv.manager import KVManager
 from thinkfold.runner.model_runner import ModelRunner
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.scheduler import Scheduler
-from thinkfold.thinking.delimiter import DelimiterSearch, compile_delimiter
 from thinkfold.types import EngineRequest
 
 
@@ -59,6 +60,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         window=runner.window,
         kv_quantisation_error=runner.fp8_error or 0.0,
     )
+    enforced = family is not None and bool(family.force_ids)
     model = ModelInfo(
         name=config.served_model_name or config.model,
         model_type=runner.model_type,
@@ -70,10 +72,11 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         kv_capacity=capacity,
         family=family.name if family else None,
         thinks=family is not None,
-        budget_enforced=family is not None and bool(family.force_ids),
+        budget_enforced=enforced,
         window=runner.window,
         kv_dtype=str(runner.kv_dtype).removeprefix("torch."),
         fp8_error=runner.fp8_error,
+        abilities=own_abilities(thinks=family is not None, enforced=enforced),
     )
     return core, model
 
@@ -91,16 +94,4 @@ def _memory(runner: ModelRunner, config: EngineConfig, reserve: int) -> KVManage
 
 
 def _make_control(language: Language, grammars: AnswerGrammars, request: EngineRequest, branch: int) -> PartControl:
-    fold = request.fold
-    regex = fold.delimiter_regex
-    return PartControl(
-        request,
-        branch,
-        language.vocabulary,
-        language.family_with(fold.delimiter_token),
-        closing_ids=language.closing_ids,
-        min_segment_tokens=fold.numbers.min_segment_tokens,
-        max_segment_tokens=fold.numbers.max_segment_tokens,
-        grammar=grammars.open(request),
-        search=None if regex is None else DelimiterSearch(compile_delimiter(regex, "fold.delimiter_regex")),
-    )
+    return make_control(language, request, branch, grammars.open(request))

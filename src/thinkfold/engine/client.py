@@ -21,6 +21,7 @@ from thinkfold.config import EngineConfig
 from thinkfold.engine.core import EngineCore
 from thinkfold.engine.loop import run_core
 from thinkfold.engine.messages import Command, Dead, Event, ModelInfo, Stop
+from thinkfold.runner.loader import pick_device
 
 Build = Callable[[EngineConfig], tuple[EngineCore, ModelInfo]]
 _JOIN_S = 10.0
@@ -32,6 +33,14 @@ class CoreClient(Protocol):
 
     def send(self, command: Command) -> None: ...
     def stop(self) -> None: ...
+
+
+def local_client(build: Build, config: EngineConfig, on_event: Callable[[Event], None]) -> CoreClient:
+    """A core on this machine, in its own process on a GPU or where the configuration says so."""
+    own_process = config.own_process
+    if own_process is None:
+        own_process = pick_device(config.device).type == "cuda"
+    return (ProcessClient if own_process else ThreadClient)(build, config, on_event)
 
 
 class ThreadClient:

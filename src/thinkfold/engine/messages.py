@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from thinkfold.engine.abilities import Ability
 from thinkfold.engine.commands import Answer, Order
 from thinkfold.errors import ParameterError
 from thinkfold.types import Costs, EngineRequest, RequestOutput
@@ -15,7 +18,8 @@ class ModelInfo:
 
     `kv_capacity` are the raw KV entries that the pool holds; a request that folds can be longer. `window`
     tokens are all that some layers see, and stay raw; 0 where all layers see everything. `fp8_error` is the
-    relative error of the worst layer's attention with fp8 KV, where it was measured.
+    relative error of the worst layer's attention with fp8 KV, where it was measured. `engine` is openai for a
+    remote server: its KV is not ours, and what is told of it is estimated.
     """
 
     name: str
@@ -32,6 +36,8 @@ class ModelInfo:
     window: int = 0
     kv_dtype: str = ""
     fp8_error: float | None = None
+    engine: Literal["thinkfold", "openai"] = "thinkfold"
+    abilities: Mapping[str, Ability] = field(default_factory=dict)
 
     @property
     def max_prompt_len(self) -> int:

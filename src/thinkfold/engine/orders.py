@@ -33,9 +33,22 @@ from thinkfold.engine.probes import Probes
 from thinkfold.engine.running import Running
 from thinkfold.errors import ConflictError, NotFoundError, ThinkfoldError
 from thinkfold.scheduler.branch import Branch, BranchStatus
-from thinkfold.types import UNLIMITED, FinishReason, Handle
+from thinkfold.types import UNLIMITED, EngineRequest, FinishReason, Handle
 
 _LATER = object()  # the answer comes by itself
+
+
+def changed_budget(request: EngineRequest, budget: int) -> EngineRequest:
+    """The request with another thinking budget, within its tier's and its session's: nobody leaves them while running.
+
+    Raises ParameterError, ConflictError.
+    """
+    ceilings = (request.tier.budget, request.service.session_budget)
+    most = min((each for each in ceilings if each is not None), default=None)
+    if most is not None and (budget == UNLIMITED or budget > most):
+        budget = most
+    policy = changed_policy(request.thinking, budget, request.sampling.max_tokens or budget)
+    return replace(request, thinking=policy)
 
 
 class Orders:
@@ -158,19 +171,14 @@ class Orders:
     def _set_budget(self, running: Running, order: SetBudget) -> int | None:
         if order.choice is not None:
             raise ConflictError("a budget is one for all choices")
-        request = running.request
-        ceilings = (request.tier.budget, request.service.session_budget)  # nobody leaves them while running
-        most = min((each for each in ceilings if each is not None), default=None)
-        above = most is not None and (order.budget == UNLIMITED or order.budget > most)
-        budget = most if above and most is not None else order.budget
-        policy = changed_policy(request.thinking, budget, request.sampling.max_tokens or budget)
+        request = changed_budget(running.request, order.budget)
         branches = running.live(None)
         for branch in branches:
-            running.controls[branch.index].set_budget(policy.budget)
-        running.request = replace(request, thinking=policy)
+            running.controls[branch.index].set_budget(request.thinking.budget)
+        running.request = request
         for branch in running.branches:
             branch.request = running.request
-        return policy.budget
+        return request.thinking.budget
 
     def _inject(self, running: Running, order: Inject) -> int:
         branch = self._one(running, order)

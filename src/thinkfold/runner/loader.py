@@ -27,7 +27,7 @@ from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.runner import adapter, cpu_fusion, cpu_layers
 from thinkfold.runner.shapes import SHAPES
 
-WAY_OUT = "serve it with another engine, such as vLLM or SGLang"
+WAY_OUT = "serve it with another engine, such as vLLM or SGLang, and put thinkfold over that (--engine openai)"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -62,7 +62,7 @@ def load(config: EngineConfig) -> LoadedModel:
     """
     device = pick_device(config.device)
     source = _source(config.model)
-    hf_config = _hf_config(config.model)
+    hf_config = read_config(config.model)
     check_supported(hf_config)
     dtype = _dtype(config.dtype, hf_config, device)
     model = _weights(source, config, hf_config, dtype, device)
@@ -192,7 +192,8 @@ def _source(name: str) -> str:
     return name
 
 
-def _hf_config(name: str) -> PretrainedConfig:
+def read_config(name: str) -> PretrainedConfig:
+    """The configuration of a model alone. Raises ParameterError."""
     try:
         return AutoConfig.from_pretrained(_source(name))
     except (OSError, ValueError, KeyError) as error:
@@ -200,7 +201,7 @@ def _hf_config(name: str) -> PretrainedConfig:
 
 
 def _outlined(name: str) -> PretrainedConfig:
-    return AutoConfig.for_model(**SHAPES[name]) if name in SHAPES else _hf_config(name)
+    return AutoConfig.for_model(**SHAPES[name]) if name in SHAPES else read_config(name)
 
 
 def _dtype(name: str, hf_config: PretrainedConfig, device: torch.device) -> torch.dtype:

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from thinkfold.engine.samples import Question
-from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
+from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.server.access.quotas import Lease
 from thinkfold.server.contract import Engine, deciding
 from thinkfold.server.drift import Conversations, Owner, look_back
@@ -138,6 +138,8 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
             return JSONResponse(await _whole(feed, job, writer, (timer, serving)))
         # Refusals come at once; a request that only waits for its turn gets its headers.
         first = await feed.next(state.options.keepalive_s)
+        if first is not None and first[1].finished and first[1].failure is not None and len(job.prompts) == 1:
+            raise first[1].failure
         events = _events(first, feed, job, writer, (timer, serving), state.options.keepalive_s)
         handed_over = True
         return EventStream(events, close)
@@ -229,9 +231,9 @@ async def _whole(feed: Feed, job: Job, writer: Writer, accounts: tuple[RequestTi
             timer.observe(item[1])
             for choice, news in reply.add(*item):
                 _told(job, choice, news)
-    if reply.error is not None:
+    if reply.failure is not None:
         timer.miss()
-        raise RequestFailedError(reply.error)
+        raise reply.failure
     timer.finish(reply.longest)
     return writer.whole(reply)
 
@@ -269,7 +271,7 @@ async def _events(
         timer.miss()
         last = writer.failed(error, reply)
     else:
-        timer.finish(reply.longest) if reply.error is None else timer.miss()
-        last = writer.end(reply) if reply.error is None else writer.failed(RequestFailedError(reply.error), reply)
+        timer.finish(reply.longest) if reply.failure is None else timer.miss()
+        last = writer.end(reply) if reply.failure is None else writer.failed(reply.failure, reply)
     for data in last:
         yield data

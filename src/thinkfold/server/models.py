@@ -7,6 +7,7 @@ from typing import Literal, NotRequired
 from fastapi import APIRouter, Request
 from typing_extensions import TypedDict
 
+from thinkfold.engine.abilities import Ability
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.fold import selectors
 from thinkfold.server.contract import Engine, EngineSlot
@@ -48,8 +49,13 @@ class KvCacheFacts(TypedDict):
 
 
 class Abilities(TypedDict):
-    """What is enforced here, and how much fits; `thinking` is null for a model that does not think."""
+    """What is enforced here, and how much fits; `thinking` is null for a model that does not think.
 
+    `capabilities` says by name what the engine does itself, what is done over it, and what there is no way to do.
+    """
+
+    engine: Literal["thinkfold", "openai"]
+    capabilities: dict[str, Ability]
     family: str | None
     thinks: bool
     budget_enforced: bool
@@ -120,6 +126,8 @@ def _card(slot: EngineSlot) -> ModelCard:
         "max_input_tokens": model.max_prompt_len,
         "max_tokens": model.max_model_len,
         "thinkfold": {
+            "engine": model.engine,
+            "capabilities": dict(model.abilities),
             "family": model.family,
             "thinks": model.thinks,
             "budget_enforced": model.budget_enforced,
@@ -148,7 +156,7 @@ def _thinking(engine: Engine, model: ModelInfo) -> ThinkingAbilities:
 
 def _fold(engine: Engine, model: ModelInfo) -> FoldAbilities:
     """Whether this model's thinking can be folded, and how."""
-    if not model.thinks:
+    if not model.thinks or model.abilities.get("fold") == "not available":
         return {"available": False}
     config = engine.config
     return {

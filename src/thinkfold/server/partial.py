@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from typing_extensions import TypedDict
 
-from thinkfold.errors import ParameterError, RequestFailedError, ThinkfoldError
+from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.server.body import StrictModel
 from thinkfold.server.contract import Controllable, Engine
 from thinkfold.server.control import controllable, handle_data
@@ -202,8 +202,8 @@ async def _read(
             for handle in [news.handle for news in told if news.handle is not None]:
                 with contextlib.suppress(ThinkfoldError):  # its time may be over
                     await drop(handle.id)
-    if reply.error is not None:
-        raise RequestFailedError(reply.error)
+    if reply.failure is not None:
+        raise reply.failure
     return ends
 
 

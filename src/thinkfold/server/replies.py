@@ -79,8 +79,9 @@ class StepCacheMark(TypedDict):
 
 
 class ServingCosts(TypedDict):
-    """What limits, prices and kept answers add to a bill."""
+    """What limits, prices and kept answers add to a bill; `estimated` is what a remote engine does not tell."""
 
+    estimated: NotRequired[list[str]]
     cost: NotRequired[float]
     step_cache: NotRequired[StepCacheMark]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import cast
 
+from thinkfold.errors import RequestFailedError, ThinkfoldError
 from thinkfold.server.folds import segment_states
 from thinkfold.server.policy import echo
 from thinkfold.server.replies import Bill, Ending, ThinkfoldReply, TimeCosts, Usage
@@ -95,16 +96,23 @@ class Reply:
         self.choices = [Choice(index) for index in range(num_prompts * n)]
         self.outcome: Outcome | None = None
         self.error: str | None = None
+        self._failure: ThinkfoldError | None = None
 
     @property
     def finished(self) -> bool:
         return self._unfinished == 0
+
+    @property
+    def failure(self) -> ThinkfoldError | None:
+        """The error that it ended with, if it did."""
+        return None if self.error is None else self._failure or RequestFailedError(self.error)
 
     def add(self, prompt: int, output: RequestOutput) -> Iterator[tuple[Choice, CompletionOutput]]:
         """Take in one output; yields each choice with its news."""
         self._costs[prompt] = output.costs
         self._policies = output.policy, output.fold, output.limits
         self.error = output.error or self.error
+        self._failure = output.failure or self._failure
         self.outcome = output.outcome or self.outcome
         self._unfinished -= output.finished
         for news in output.outputs:

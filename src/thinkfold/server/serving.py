@@ -30,6 +30,7 @@ from thinkfold.types import (
 )
 
 NO_WISH = ThinkfoldFields()
+ESTIMATED = ("kv", "time.device_s")  # over a remote engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Serving:
     cache: StepCache | None = None
     key: tuple[str, str] = ("", "")
     answer: Answer | None = None  # kept for this step
+    estimated: Sequence[str] = ()  # costs that are not measured
     drift: DriftRecord | None = None  # what of the conversation's earlier text had changed
 
     @property
@@ -127,7 +129,7 @@ class Serving:
     def usage(self, costs: Costs) -> ServingCosts:
         """What usage says beside the three costs: the bill where a limit or a price is set, the cache's mark."""
         service = self.service
-        more: ServingCosts = {}
+        more: ServingCosts = {"estimated": list(self.estimated)} if self.estimated else {}
         if service.max_cost is not None or service.prices != Service().prices:
             more["cost"] = service.prices.cost(costs)
         if self.cache is not None:
@@ -182,6 +184,7 @@ def open_serving(
         asked if served is None else served.fold_of(asked),
         _control_of(asks, served, state.options.control),
         served.slo if served else None,
+        estimated=ESTIMATED if state.slot.require().model.engine == "openai" else (),
     )
     if wish.step_cache is not None:
         if state.step_cache.most < 1:

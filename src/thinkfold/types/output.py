@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
+from thinkfold.errors import ThinkfoldError
 from thinkfold.types.fold import FoldPolicy
 from thinkfold.types.limits import Limits
 from thinkfold.types.messages import by_position
@@ -188,7 +189,8 @@ class Costs:
 class RequestOutput:
     """What `AsyncEngine.generate` yields: the news of all branches since the last one.
 
-    `outcome` is where a decision over several samples stands (`AsyncEngine.decide`).
+    `outcome` is where a decision over several samples stands (`AsyncEngine.decide`). `failure` is the error
+    where it is of a kind that clients should know.
     """
 
     request_id: str
@@ -200,6 +202,7 @@ class RequestOutput:
     fold: FoldPolicy = field(default_factory=FoldPolicy)
     limits: Limits = field(default_factory=Limits)
     outcome: Outcome | None = None
+    failure: ThinkfoldError | None = None
 
     def merge(self, later: RequestOutput) -> None:
         """Append `later` to self, branch by branch; keeps branches sorted by index."""
@@ -214,6 +217,7 @@ class RequestOutput:
         self.outcome = later.outcome or self.outcome
         self.finished = later.finished
         self.error = later.error or self.error
+        self.failure = later.failure or self.failure
 
     def copied(self, choices: int) -> RequestOutput:
         """The output of one greedy choice as that of `choices` equal ones; what they cost is counted once."""

@@ -1,0 +1,1 @@
+"""thinkfold on what others run: engines behind HTTP."""

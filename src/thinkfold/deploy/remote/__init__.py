@@ -1,0 +1,1 @@
+"""thinkfold's policy over an OpenAI-compatible server: the same typed messages, another core."""

@@ -1,0 +1,120 @@
+"""What may be asked of a running request over a remote server, done by cutting its stream. The rest is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from thinkfold.deploy.remote.choice import Choice
+from thinkfold.deploy.remote.looks import look
+from thinkfold.deploy.remote.request import Desk, RemoteRequest
+from thinkfold.engine.commands import (
+    Cancel,
+    Drop,
+    EndThinking,
+    Extend,
+    Forget,
+    Fork,
+    Hash,
+    Inject,
+    ListPins,
+    Order,
+    Pause,
+    Prefill,
+    Probe,
+    Resume,
+    Rollback,
+    SetBudget,
+    Unpin,
+)
+from thinkfold.engine.orders import changed_budget
+from thinkfold.errors import ConflictError, NotFoundError, UnsupportedError
+from thinkfold.types import ProbeResult
+
+NEEDS_KV = "needs the engine's own KV, and the engine is a remote one"
+_REFUSED: Mapping[type[Order], str] = {
+    Pause: "pause",
+    Resume: "resume",
+    Fork: "fork",
+    Rollback: "rollback",
+    Hash: "state_hash",
+    Extend: "handle",
+    Prefill: "prefill",
+}
+
+Find = Callable[[str], RemoteRequest]
+
+
+async def carry_out(desk: Desk, find: Find, order: Order) -> Any:
+    """The order's value. Raises UnsupportedError, NotFoundError, ConflictError, ParameterError."""
+    if type(order) in _REFUSED:
+        raise UnsupportedError(_REFUSED[type(order)], NEEDS_KV)
+    match order:
+        case ListPins():
+            return []
+        case Forget():
+            return {"handles": 0, "prefixes": 0, "pages": 0}
+        case Unpin() | Drop():
+            raise NotFoundError(f"there is no {order.request_id!r:.100}")
+        case Cancel():
+            running = find(order.request_id)
+            return running.cancel(running.live(order.choice), keep=order.keep_partial)
+        case EndThinking():
+            return _end_thinking(find(order.request_id), order)
+        case SetBudget():
+            return await _set_budget(find(order.request_id), order)
+        case Inject():
+            choice = _one(find(order.request_id), order)
+            async with choice.held():
+                _check_alive(choice, order)
+                return choice.inject(order.token_ids)
+        case Probe():
+            running = find(order.request_id)
+            return await _probe(desk, running, order)
+    raise UnsupportedError(type(order).__name__, NEEDS_KV)
+
+
+def _end_thinking(running: RemoteRequest, order: EndThinking) -> None:
+    """It comes with the next token."""
+    failures: list[ConflictError] = []
+    choices = running.live(order.choice)
+    for choice in choices:
+        try:
+            choice.control.end_thinking(order.reason)
+        except ConflictError as error:
+            failures.append(error)
+    if len(failures) == len(choices):
+        raise failures[0]
+
+
+async def _set_budget(running: RemoteRequest, order: SetBudget) -> int | None:
+    if order.choice is not None:
+        raise ConflictError("a budget is one for all choices")
+    request = changed_budget(running.request, order.budget)
+    budget = request.thinking.budget
+    for choice in running.live(None):
+        if choice.budget is None:
+            choice.control.set_budget(budget)
+        else:  # the server counts: it has to be told
+            async with choice.held():
+                choice.budget = budget
+    running.request = request
+    return budget
+
+
+async def _probe(desk: Desk, running: RemoteRequest, order: Probe) -> ProbeResult:
+    result = await look(desk.line, running.request, _one(running, order), order)
+    running.count_probe(result.computed_tokens)
+    return result
+
+
+def _one(running: RemoteRequest, order: Order) -> Choice:
+    choices = running.live(order.choice)
+    if len(choices) > 1:
+        raise ConflictError(f"{order.request_id!r} has {len(choices)} running choices; name one")
+    return choices[0]
+
+
+def _check_alive(choice: Choice, order: Order) -> None:
+    if choice.ended:
+        raise NotFoundError(f"{order.request_id!r} has ended")
