@@ -110,7 +110,9 @@ def test_what_needs_our_kv_is_refused_by_name(remote: Served, more: dict[str, An
 
 
 def test_parts_are_refused(remote: Served) -> None:
-    answer = httpx.post(f"{remote.url}/v1/thinkfold/partial", json={"messages": QUESTION, "until": {}}, timeout=60)
+    answer = httpx.post(
+        f"{remote.url}/v1/thinkfold/partial", json={"messages": QUESTION, "until": {"max_tokens": 8}}, timeout=60
+    )
     assert answer.status_code == 400 and "remote" in answer.json()["error"]["message"], answer.text
 
 
@@ -170,13 +172,13 @@ def test_a_spoilt_stream_is_an_error(remote: Served, spoiler: Spoiler, fault: st
     assert ask(remote).status_code == 200
 
 
-def test_who_goes_away_ends_the_work_below(remote: Served, spoiler: Spoiler, pebble: Served) -> None:
+def test_who_goes_away_ends_the_work_below(remote: Served, spoiler: Spoiler) -> None:
     spoiler.fault = "hang"
     body = BODY | {"stream": True}
     with httpx.stream("POST", f"{remote.url}/v1/chat/completions", json=body, timeout=60) as response:
         next(response.iter_lines())
         _until(lambda: spoiler.open == 1)
-    _until(lambda: spoiler.open == 0 and remote.stats().running == 0 and pebble.stats().running == 0)
+    _until(lambda: spoiler.open == 0 and remote.stats().running == 0)
 
 
 def _until(true: Any) -> None:

@@ -25,7 +25,7 @@ from thinkfold.deploy.remote.turns import Turns
 from thinkfold.engine.commands import Answer, Order
 from thinkfold.engine.language import Language
 from thinkfold.engine.messages import Abort, Command, Dead, EngineStats, Event, News, Ready, Stop
-from thinkfold.errors import NotFoundError, ParameterError, RemoteError, ThinkfoldError
+from thinkfold.errors import ParameterError, RemoteError, ThinkfoldError
 from thinkfold.types import EngineRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -149,16 +149,10 @@ class RemoteClient:
     async def _answer(self, order: Order) -> None:
         assert self._desk is not None, "the engine has started"
         try:
-            answer = Answer(order.call, await carry_out(self._desk, self._find, order))
+            answer = Answer(order.call, await carry_out(self._desk, self._requests, order))
         except ThinkfoldError as error:
             answer = Answer(order.call, error=error)
         self._post([], [answer])
-
-    def _find(self, request_id: str) -> RemoteRequest:
-        running = self._requests.get(request_id)
-        if running is None or running.finished:
-            raise NotFoundError(f"there is no running response {request_id!r:.100}")
-        return running
 
     def _tell(self, output: RequestOutput) -> None:
         self._stats.steps += 1

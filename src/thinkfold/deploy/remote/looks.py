@@ -33,7 +33,7 @@ async def look(line: Line, request: EngineRequest, choice: Choice, order: Probe)
 
 async def _ask(line: Line, request: EngineRequest, choice: Choice, order: Probe) -> ProbeResult:
     control = SideControl(choice.control.vocabulary, choice.control.phase, order.n, order.stop)
-    ids = [*choice.ids, *order.token_ids]
+    ids, after = [*choice.ids, *order.token_ids], choice.control.num_output_tokens
     if len(ids) + order.n > order.max_len:
         raise ConflictError(f"{len(ids)} tokens and {order.n} more are longer than the model's {order.max_len}")
     greedy = SamplingParams(temperature=0.0, logit_bias=request.sampling.logit_bias)
@@ -60,5 +60,5 @@ async def _ask(line: Line, request: EngineRequest, choice: Choice, order: Probe)
     except (RemoteError, RemoteBusyError) as error:
         dropped = str(error)
     result = control.result(len(order.token_ids) + len(control.result(0).token_ids))
-    result.dropped = dropped
+    result.after, result.dropped = after, dropped
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from thinkfold.deploy.remote.choice import Choice
@@ -42,10 +42,10 @@ _REFUSED: Mapping[type[Order], str] = {
     Prefill: "prefill",
 }
 
-Find = Callable[[str], RemoteRequest]
+Requests = Mapping[str, RemoteRequest]
 
 
-async def carry_out(desk: Desk, find: Find, order: Order) -> Any:
+async def carry_out(desk: Desk, requests: Requests, order: Order) -> Any:
     """The order's value. Raises UnsupportedError, NotFoundError, ConflictError, ParameterError."""
     if type(order) in _REFUSED:
         raise UnsupportedError(_REFUSED[type(order)], NEEDS_KV)
@@ -53,25 +53,43 @@ async def carry_out(desk: Desk, find: Find, order: Order) -> Any:
         case ListPins():
             return []
         case Forget():
-            return {"handles": 0, "prefixes": 0, "pages": 0}
+            return _forget(requests, order)
         case Unpin() | Drop():
             raise NotFoundError(f"there is no {order.request_id!r:.100}")
         case Cancel():
-            running = find(order.request_id)
+            running = _find(requests, order.request_id)
             return running.cancel(running.live(order.choice), keep=order.keep_partial)
         case EndThinking():
-            return _end_thinking(find(order.request_id), order)
+            return _end_thinking(_find(requests, order.request_id), order)
         case SetBudget():
-            return await _set_budget(find(order.request_id), order)
+            return await _set_budget(_find(requests, order.request_id), order)
         case Inject():
-            choice = _one(find(order.request_id), order)
+            choice = _one(_find(requests, order.request_id), order)
             async with choice.held():
                 _check_alive(choice, order)
                 return choice.inject(order.token_ids)
         case Probe():
-            running = find(order.request_id)
+            running = _find(requests, order.request_id)
             return await _probe(desk, running, order)
     raise UnsupportedError(type(order).__name__, NEEDS_KV)
+
+
+def _find(requests: Requests, request_id: str) -> RemoteRequest:
+    running = requests.get(request_id)
+    if running is None or running.finished:
+        raise NotFoundError(f"there is no running response {request_id!r:.100}")
+    return running
+
+
+def _forget(requests: Requests, order: Forget) -> dict[str, int]:
+    """Only running requests are kept here: with a session those of it end."""
+    calls = [
+        each for each in requests.values() if not each.finished and each.request.is_of(order.labels, order.session)
+    ]
+    for each in calls if order.session else ():
+        each.cancel(each.live(None))
+    gone = {"handles": 0, "prefixes": 0, "pages": 0}
+    return {"calls": len(calls), **gone} if order.session else gone
 
 
 def _end_thinking(running: RemoteRequest, order: EndThinking) -> None:

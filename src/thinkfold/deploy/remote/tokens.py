@@ -48,8 +48,8 @@ class TokenReader:
         self._by_text = {text: i for text, i in self._by_text.items() if text and "\ufffd" not in text}
         family = language.family
         tokens = None if family is None else family.tokens
-        self.start_ids: tuple[int, ...] = tokens.starts[0] if tokens and tokens.starts else ()
-        self.end_ids: tuple[int, ...] = tokens.ends[0] if tokens and tokens.ends else ()
+        self.start_ids: tuple[int, ...] = tuple(tokens.starts[0]) if tokens and tokens.starts else ()
+        self.end_ids: tuple[int, ...] = tuple(tokens.ends[0]) if tokens and tokens.ends else ()
         end = None if family is None else family.end_token_id
         self._end = None if end is None else vocabulary.text((end,))
 
