@@ -79,6 +79,26 @@ def test_a_verifier_chooses_and_the_bill_is_one(client: httpx.Client, served: Se
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": QUESTION, "max_output_tokens": 90, "thinking_token_budget": 40}),
+        (
+            "/v1/messages",
+            {"messages": QUESTION, "max_tokens": 90, "thinking": {"type": "enabled", "budget_tokens": 40}},
+        ),
+    ],
+    ids=["responses", "messages"],
+)
+def test_other_apis_let_a_verifier_choose_and_search(path: str, body: dict[str, Any], client: httpx.Client) -> None:
+    best = client.post(path, json={**body, "seed": 1, "best_of": {"n": 2, "verifier": "good"}})
+    assert best.status_code == 200, best.text
+    found = best.json()["thinkfold"]["best_of"]
+    assert found["misses"] == 0 and found["answer"] in best.text, "the verifier read the question"
+    walked = client.post(path, json={**body, "seed": 1, "search": {**BEAM, "depth": 1}})
+    assert walked.status_code == 200 and walked.json()["thinkfold"]["search"]["deepest"] == 1, walked.text
+
+
+@pytest.mark.parametrize(
     ("name", "why"), [("nan", "finite"), ("broken", "it answered 500"), ("mute", "no score within 0.3 s")]
 )
 def test_verifiers_that_fail_are_misses(name: str, why: str, client: httpx.Client) -> None:

@@ -12,7 +12,7 @@ import pytest
 from conftest import Served
 
 from thinkfold import AsyncClient, Client
-from thinkfold.types import Until
+from thinkfold.types import BestOfParams, SearchParams, Until, VoteParams
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 23 * 47 + 38 * 91?"}]
 
@@ -120,6 +120,19 @@ def test_a_session_shares_one_budget(client: Client) -> None:
     assert refused.value.param == "thinkfold.session.total_budget"
 
 
+def test_a_vote_and_a_search_by_typed_objects(client: Client) -> None:
+    short: dict[str, Any] = {"model": "pebble", "max_tokens": 90, "extra_body": {"thinking_token_budget": 40}}
+    voted = client.decide(VoteParams(2, "all"), QUESTION, **short)
+    assert voted.thinkfold["vote"]["started"] == 2 and voted.choices[0].message.content
+    how = SearchParams(width=2, branch=2, depth=1, min_step_tokens=8, max_step_tokens=16)
+    body = client.decision_body(how, {"thinking_token_budget": 40})
+    walked: Any = client.responses.create(model="pebble", input=QUESTION, max_output_tokens=90, extra_body=body)
+    assert walked.thinkfold["search"]["deepest"] == 1 and walked.output_text
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.decide(BestOfParams("nobody"), QUESTION, **short)
+    assert refused.value.param == "best_of.verifier"
+
+
 def test_the_how_to_runs(pebble: Served, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/steer-from-your-code.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -138,6 +151,8 @@ async def test_the_asynchronous_twin(pebble: Served) -> None:
         session = client.session("async-test", 2000)
         await session.chat(QUESTION, model="pebble", max_tokens=20)
         assert (await session.show()).calls == 1
+        voted = await client.decide(VoteParams(2), QUESTION, model="pebble", max_tokens=20)
+        assert voted.thinkfold["vote"]["started"] == 2
         await session.delete()
         stream = await client.chat.completions.create(
             model="pebble", messages=QUESTION, max_tokens=160, temperature=0, stream=True

@@ -11,9 +11,18 @@ import pytest
 
 from thinkfold import client as module
 from thinkfold.client import AsyncClient, Branch, Client
-from thinkfold.client.values import Owner, begin, order, response_id, with_session
+from thinkfold.client.values import Owner, begin, order, response_id, with_decision, with_session
 from thinkfold.errors import ParameterError
-from thinkfold.types import SessionParams, Until
+from thinkfold.types import (
+    BestOfParams,
+    SearchParams,
+    SessionParams,
+    Until,
+    VoteParams,
+    parse_best_of,
+    parse_search,
+    parse_vote,
+)
 
 TWINS = ("Client", "Running", "Branch", "Session")
 
@@ -69,6 +78,20 @@ def test_calls_carry_labels_and_leave_out_what_is_not_given() -> None:
     assert body == {"metadata": {}, "thinkfold": {"tier": "deep", "session": {"id": "s", "total_budget": 9}}}
     with pytest.raises(ParameterError, match=r"^extra_body\.thinkfold\.session"):
         with_session(SessionParams("s"), body)
+
+
+def test_decisions_are_what_the_server_takes() -> None:
+    vote = with_decision(VoteParams(6, stop="exact"), {"metadata": {}})
+    assert parse_vote(vote.pop("vote")) == VoteParams(6, stop="exact") and vote == {"metadata": {}}
+    best = with_decision(BestOfParams("judge", reads="steps"), None)["best_of"]
+    assert parse_best_of(best) == BestOfParams("judge", reads="steps")
+    search = with_decision(SearchParams("tree", 3, max_tokens=4000), None)["search"]
+    assert parse_search(search) == SearchParams("tree", 3, max_tokens=4000)
+    for verifier in (lambda question, judged: [1.0], "http://127.0.0.1:9/score"):
+        with pytest.raises(ParameterError, match=r"^best_of\.verifier: must be the name"):
+            with_decision(BestOfParams(verifier), None)
+    with pytest.raises(ParameterError, match=r"^extra_body\.vote: "):
+        with_decision(VoteParams(), {"vote": True})
 
 
 def test_wrong_values_are_refused_before_a_call() -> None:

@@ -171,20 +171,33 @@ async def test_a_vote_is_so_many_choices_of_its_session():
     assert body["thinkfold"]["session"]["call_budget"] == 8000 // 2 // 8
 
 
-async def test_best_of_reaches_the_engine_with_its_question():
-    engine = Decider()
-    async with serving(engine) as client:
-        await chat(client, best_of={"n": 6, "verifier": "judge", "timeout_s": 2, "reads": "thinking"})
-    ((question, how),) = engine.asked
-    assert how == BestOfParams("judge", 6, 2, "thinking") and question.text == "q"
+CONVERSATIONS = [api for api in APIS if api[0] != "/v1/completions"]
 
 
-async def test_a_search_reaches_the_engine():
+@pytest.mark.parametrize(("path", "body"), CONVERSATIONS, ids=[path for path, _ in CONVERSATIONS])
+async def test_every_api_of_conversations_takes_best_of_and_searches(path, body):
     engine = Decider()
+    best = {"n": 6, "verifier": "judge", "timeout_s": 2, "reads": "thinking"}
+    wrong = {"best_of.n": {"best_of": {"n": 1, "verifier": "judge"}}, "best_of.verifier": {"best_of": {"n": 4}}}
+    wrong |= {"search.kind": {"search": {"kind": "deep"}}, "best_of": {"vote": True, "best_of": best}}
     async with serving(engine) as client:
-        body = (await chat(client, search={"kind": "tree", "width": 3, "score": "probe"})).json()
-    ((question, how),) = engine.asked
-    assert how == SearchParams("tree", 3, score="probe") and question.request_id == body["id"]
+        whole = (await client.post(path, json={**body, "best_of": best})).json()
+        walked = (
+            await client.post(path, json={**body, "search": {"kind": "tree", "width": 3, "score": "probe"}})
+        ).json()
+        refused = {field: await client.post(path, json={**body, **more}) for field, more in wrong.items()}
+    (judged, best_of), (asked, search) = engine.asked
+    assert best_of == BestOfParams("judge", 6, 2, "thinking") and judged.text == asked.text == "q"
+    assert search == SearchParams("tree", 3, score="probe")
+    assert (judged.request_id, asked.request_id) == (whole["id"], walked["id"]) and '"7"' in json.dumps(whole)
+    assert all(r.status_code == 400 and field in r.text for field, r in refused.items())
+
+
+async def test_completions_have_neither():
+    async with serving(Decider()) as client:
+        for more in ({"best_of": {"n": 4, "verifier": "judge"}}, {"search": {}}):
+            response = await client.post("/v1/completions", json={"prompt": "a", **more})
+            assert response.status_code == 400 and next(iter(more)) in response.text
 
 
 async def test_the_answer_of_a_vote_is_kept_for_such_a_vote_only():

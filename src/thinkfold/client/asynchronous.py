@@ -10,7 +10,7 @@ import openai
 from thinkfold.client import values
 from thinkfold.client.branching import BranchData, branches
 from thinkfold.client.values import Call, Owner
-from thinkfold.types import Handle, SessionParams, SessionState, Until
+from thinkfold.types import Decision, Handle, SessionParams, SessionState, Until
 
 
 class AsyncClient(openai.AsyncOpenAI):
@@ -44,6 +44,20 @@ class AsyncClient(openai.AsyncOpenAI):
     def session(self, name: str, total_budget: int | None = None) -> AsyncSession:
         """An agent session; the call that begins it needs its budget of thinking tokens. Raises ParameterError."""
         return AsyncSession(self, SessionParams(name, total_budget))
+
+    async def decide(
+        self, how: Decision, messages: Sequence[Any], *, extra_body: Mapping[str, Any] | None = None, **more: Any
+    ) -> Any:
+        """`chat.completions.create`, answered by a vote, best of N or a search. Raises ParameterError.
+
+        A verifier is named as the server knows it. `decision_body` is the same for other APIs.
+        """
+        body = values.with_decision(how, extra_body)
+        return await self.chat.completions.create(messages=messages, extra_body=body, **more)
+
+    def decision_body(self, how: Decision, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """`extra_body` for a call of another API of this client, such as `responses.create`. Raises ParameterError."""
+        return values.with_decision(how, more)
 
     async def perform(self, call: Call) -> dict[str, Any]:
         """One call of this server's own API; the JSON that comes back."""

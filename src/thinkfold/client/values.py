@@ -8,7 +8,8 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from thinkfold.errors import ParameterError
-from thinkfold.types import Handle, SessionParams, SessionState, Until
+from thinkfold.types import Decision, Handle, SessionParams, SessionState, Until
+from thinkfold.types.verdict import check_name
 
 NO_KEY = "unused"  # servers without keys ask for none
 
@@ -100,6 +101,17 @@ def with_session(params: SessionParams, extra: Mapping[str, Any] | None) -> dict
     if "session" in ours:
         raise ParameterError("extra_body.thinkfold.session", "is this session's to set")
     return {**(extra or {}), "thinkfold": {**ours, "session": asdict(params)}}
+
+
+def with_decision(how: Decision, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A body's fields with a vote, best of N or a search in them. Raises ParameterError."""
+    if how.field in (extra or {}):
+        raise ParameterError(f"extra_body.{how.field}", "is an argument of its own")
+    verifier = getattr(how, "verifier", None)
+    if verifier is not None:
+        check_name(f"{how.field}.verifier", verifier)
+    given = {name: value for name, value in asdict(how).items() if value is not None}
+    return {**(extra or {}), how.field: given}
 
 
 def handle_of(data: Mapping[str, Any]) -> Handle:

@@ -17,7 +17,7 @@ from thinkfold.server.chat_shape import ChatCompletion, ChatCompletionChunk, Cha
 from thinkfold.server.chunks import ChunkWriter
 from thinkfold.server.contract import Engine
 from thinkfold.server.errors import ErrorReply
-from thinkfold.server.fields import RequestFields, check_model
+from thinkfold.server.fields import DecidingFields, RequestFields, check_model
 from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.generation import Job, respond
 from thinkfold.server.routing import body_of, replies
@@ -27,12 +27,12 @@ from thinkfold.server.structured import ResponseFormat
 from thinkfold.server.tools import Tool, Toolbox, ToolChoice
 from thinkfold.server.turns import NextTurn
 from thinkfold.text.messages import last_question
-from thinkfold.types import Decision, Grammar, one_decision, parse_best_of, parse_search
+from thinkfold.types import Grammar
 
 router = APIRouter()
 
 
-class ChatRequest(RequestFields):
+class ChatRequest(DecidingFields, RequestFields):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -42,8 +42,6 @@ class ChatRequest(RequestFields):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    best_of: dict[str, Any] | None = None
-    search: dict[str, Any] | None = None
     # Understood and refused: only null or the value that asks for nothing.
     store: Literal[False] | None = None
     functions: None = None
@@ -68,9 +66,6 @@ class ChatRequest(RequestFields):
         return (
             None if answer is None or self.response_format is None else Grammar.of(answer, self.response_format.field)
         )
-
-    def decision(self) -> Decision | None:
-        return one_decision(super().decision(), parse_best_of(self.best_of), parse_search(self.search))
 
     def num_logprobs(self) -> int | None:
         """Alternatives to keep a token; None for no log-probabilities."""

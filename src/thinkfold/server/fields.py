@@ -13,7 +13,18 @@ from thinkfold.server.errors import ModelNotFoundError, renamed
 from thinkfold.server.folds import FIELD_NAMES, ThinkfoldFields
 from thinkfold.server.policy import ThinkingFields, agreed
 from thinkfold.server.structured import StructuredOutputs
-from thinkfold.types import ControlParams, Decision, FoldParams, Grammar, SamplingParams, parse_control, parse_vote
+from thinkfold.types import (
+    ControlParams,
+    Decision,
+    FoldParams,
+    Grammar,
+    SamplingParams,
+    one_decision,
+    parse_best_of,
+    parse_control,
+    parse_search,
+    parse_vote,
+)
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -104,6 +115,16 @@ class SharedFields(StrictModel):
         """
         names = ("temperature", "top_p", "top_k", "min_p", "seed", *more)
         return {**defaults, **{k: getattr(self, k) for k in names if getattr(self, k) is not None}}
+
+
+class DecidingFields(SharedFields):
+    """Fields of the APIs that answer a conversation, where a verifier or a search may decide."""
+
+    best_of: dict[str, Any] | None = None
+    search: dict[str, Any] | None = None
+
+    def decision(self) -> Decision | None:
+        return one_decision(super().decision(), parse_best_of(self.best_of), parse_search(self.search))
 
 
 class RequestFields(ThinkingFields, SharedFields):

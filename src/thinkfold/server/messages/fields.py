@@ -9,7 +9,7 @@ from pydantic import Field
 
 from thinkfold.errors import ParameterError
 from thinkfold.server.body import StrictModel
-from thinkfold.server.fields import SharedFields
+from thinkfold.server.fields import DecidingFields
 from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.tools import FunctionFields, FunctionName, NamedTool, Tool, Toolbox, ToolChoice
 from thinkfold.types import Grammar, SamplingParams, ThinkingParams
@@ -131,7 +131,7 @@ class PromptFields(StrictModel):
         return ThinkingParams(enabled=False)
 
 
-class MessagesRequest(PromptFields, SharedFields):
+class MessagesRequest(PromptFields, DecidingFields):
     max_tokens: int
     stop_sequences: list[str] | None = None
     # For the operator's own records; they change nothing here.

@@ -19,6 +19,7 @@ from thinkfold.server.messages.writer import MessageWriter
 from thinkfold.server.routing import body_of, replies, statuses
 from thinkfold.server.state import ServerState, state_of, tenant_of
 from thinkfold.server.tools import flat_names
+from thinkfold.text.messages import last_question
 from thinkfold.types import SamplingParams
 
 router = APIRouter()
@@ -74,6 +75,7 @@ def _prepare(state: ServerState, engine: Engine, body: MessagesRequest, tenant: 
         parameters=(toolbox.for_template(),),
         control=toolbox.control(body.control_params()),
         how=toolbox.decision(body.decision()),
+        question=last_question(chat.messages),
         names={**NAMES, **body.vote_names},
     )
     return job, MessageWriter(job, seal, calls, omits_thinking=body.omits_thinking)

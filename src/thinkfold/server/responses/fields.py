@@ -9,7 +9,7 @@ from pydantic import Field
 
 from thinkfold.errors import ParameterError, UnsupportedError
 from thinkfold.server.body import StrictModel
-from thinkfold.server.fields import SharedFields
+from thinkfold.server.fields import DecidingFields
 from thinkfold.server.folds import FIELD_NAMES
 from thinkfold.server.policy import Effort, ThinkingFields, agreed
 from thinkfold.server.tools import FunctionFields, FunctionName, NamedTool, Tool, Toolbox
@@ -66,7 +66,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(ThinkingFields, SharedFields):
+class ResponsesRequest(ThinkingFields, DecidingFields):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None

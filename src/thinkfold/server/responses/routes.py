@@ -25,6 +25,7 @@ from thinkfold.server.routing import body_of, replies, statuses
 from thinkfold.server.serving import Serving
 from thinkfold.server.state import ServerState, state_of, tenant_of
 from thinkfold.server.tools import flat_names
+from thinkfold.text.messages import last_question
 from thinkfold.types import SamplingParams
 
 router = APIRouter()
@@ -103,6 +104,7 @@ def _prepare(
         parameters=(toolbox.for_template(),),
         control=toolbox.control(body.control_params()),
         how=toolbox.decision(body.decision()),
+        question=last_question(prompt.messages),
         names=body.names,
     )
     frame = Frame(
