@@ -8,19 +8,32 @@ import pytest
 from decision_script import ASKED, POLICY, Looks, Replies, boxed, last_call
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import language
+from scripted import BARE_PROMPT, EOS, ids, language, make_engine, script
+from server_stand_in import eventually
 
+from thinkfold.config import EngineConfig
 from thinkfold.control.ballot import Tally, joined, question, tally
 from thinkfold.control.equality import Equality, Rung
 from thinkfold.control.judge import MAX_ANSWERS, MAX_CHARS, prompt_for, read_groups
 from thinkfold.control.voting import CompareAnswers, Compared, Decide, Ticked, TraceFailed, TraceFinished, Voting
+from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.decisions import Decisions
 from thinkfold.engine.last_call import MAX_REPLY_TOKENS, LastCall
+from thinkfold.engine.messages import ModelInfo
 from thinkfold.engine.samples import Samples
 from thinkfold.engine.voting import run_vote
 from thinkfold.errors import CapacityError, EngineDeadError, UnsupportedError
 from thinkfold.text.prompts import PromptRenderer
-from thinkfold.types import CompletionOutput, Costs, FinishReason, RequestOutput, VoteParams, VoteState
+from thinkfold.types import (
+    CompletionOutput,
+    Costs,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    ThinkingParams,
+    VoteParams,
+    VoteState,
+)
 
 CALL = VoteParams(5, mode="all", stop="exact", equality="call")
 ROSES = ["It is red", "The colour of a rose", "Blue", "Blue", "The hue of roses"]
@@ -286,3 +299,24 @@ def test_a_model_that_cannot_be_asked_refuses():
             Decisions(Asked([], ""), Looks(), call).run(ASKED, CALL)  # type: ignore[arg-type]
         assert refused.value.field == "vote.equality"
         Decisions(Asked([], ""), Looks(), call).run(ASKED, VoteParams())  # type: ignore[arg-type]
+
+
+async def test_what_the_engine_asks_by_itself_counts_as_a_probe_and_no_choice():
+    def build(config):
+        made = make_engine()
+        made.runner.scripts["any"] = (script("A" + EOS), len(ids(BARE_PROMPT)))
+        return made.core, ModelInfo("pebble", "qwen3", 1600, 1536, 400, 4, 100, 1600, "qwen3", True, True)
+
+    engine = await AsyncEngine.start(EngineConfig(own_process=False), build=build)
+    try:
+        for aside in (False, True, True):
+            sampling = SamplingParams(max_tokens=9, temperature=0.0)
+            outputs = engine.generate(ids(BARE_PROMPT), sampling, ThinkingParams(enabled=False), aside=aside)
+            costs = [output async for output in outputs][-1].costs
+        await eventually(lambda: engine.stats().probe_tokens > 0)
+        stats = engine.stats()
+    finally:
+        await engine.stop()
+    assert stats.requests_by_reason == {"stop": 1}
+    assert (stats.answer_tokens, stats.prompt_tokens) == (costs.answer_tokens, len(ids(BARE_PROMPT)))
+    assert stats.probe_tokens == 2 * (costs.answer_tokens + costs.computed_prompt_tokens)

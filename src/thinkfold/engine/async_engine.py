@@ -135,11 +135,12 @@ class AsyncEngine(Controls):
         until: Until | None = None,
         service: Service | None = None,
         control: ControlParams | None = None,
+        aside: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request and yield its news; the last output has `finished` set.
 
         With `until` each choice ends there with a handle, from which `extend` goes on. Rules that
-        `control` asks for end the thinking of each choice by themselves.
+        `control` asks for end the thinking of each choice by themselves. `aside`: see EngineRequest.
 
         Raises ParameterError, UnsupportedError, CapacityError, QueueFullError or
         EngineDeadError before anything is yielded if the request cannot be accepted, and
@@ -152,7 +153,7 @@ class AsyncEngine(Controls):
         request = self._accept(prompt_token_ids, sampling, wish, namespace)
         if sampling.grammar is not None:
             request = await self._with_grammar(request, sampling.grammar)
-        request = replace(request, request_id=request_id or request.request_id, until=until)
+        request = replace(request, request_id=request_id or request.request_id, until=until, aside=aside)
         outputs = self._follow(request.request_id, request.sampling.n, namespace, lambda: self._start(request))
         steering = self._steersman.begin(request.request_id, control, grammar=sampling.grammar is not None)
         try:

@@ -339,7 +339,7 @@ class EngineCore:
             if news or finished:
                 outputs.append(self._output(running, news, finished))
             if finished:
-                self._stats.add(running.meter.costs)
+                self._stats.add(running.meter.costs, aside=running.request.aside)
                 self.orders.close(running)
                 del self._requests[request_id]
                 self._touched.pop(request_id, None)
@@ -358,7 +358,7 @@ class EngineCore:
             running.told.add(index)
             output = output or CompletionOutput(index=index)
             output.finish_reason = output.finish_reason or FinishReason.ERROR
-            self._reasons[output.finish_reason] += 1
+            self._reasons[output.finish_reason] += not running.request.aside
             if output.thinking_end_reason is not None:
                 self._thinking_reasons[output.thinking_end_reason] += 1
         if output is not None and branch.status is BranchStatus.FINISHED:
@@ -388,7 +388,7 @@ class EngineCore:
             self._stats,
             **counters(self._scheduler),
             handles=len(self.handles),
-            probe_tokens=self.orders.probes.tokens,
+            probe_tokens=self._stats.probe_tokens + self.orders.probes.tokens,
             ahead_tokens=self.prefixes.ahead_tokens,
             warm_tokens=self.prefixes.warm_tokens,
             requests_by_reason={str(reason): n for reason, n in self._reasons.items()},

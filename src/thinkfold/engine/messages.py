@@ -100,8 +100,11 @@ class EngineStats:
     decisions: dict[tuple[str, str], int] = field(default_factory=dict)  # of early stopping, by rule and outcome
     rules_off: tuple[tuple[str, str], ...] = ()  # (rule, task) that disagreed too often in shadow mode
 
-    def add(self, costs: Costs) -> None:
-        """A request has ended."""
+    def add(self, costs: Costs, *, aside: bool = False) -> None:
+        """A request has ended; probes of others are counted as they come, those `aside` here."""
+        if aside:
+            costs = costs.as_probe()
+            self.probe_tokens += costs.probe_tokens
         self.prompt_tokens += costs.prompt_tokens
         self.computed_prompt_tokens += costs.computed_prompt_tokens
         self.thinking_tokens += costs.thinking_tokens

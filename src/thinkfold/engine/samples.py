@@ -53,6 +53,7 @@ class Sampled(Protocol):
         until: Until | None = None,
         service: Service | None = None,
         control: ControlParams | None = None,
+        aside: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def cancel(self, request_id: str, choice: int | None = None, *, keep_partial: bool = True) -> None: ...
@@ -177,6 +178,7 @@ class Samples:
             request_id=f"{asked.request_id}-aside",
             namespace=asked.namespace,
             service=self._left(),
+            aside=True,
         )
         try:
             async with aclosing(outputs):
@@ -185,7 +187,7 @@ class Samples:
                     for news in output.outputs:
                         text, reason = text + news.text, news.finish_reason
         finally:
-            self._aside.append(_as_probe(costs))
+            self._aside.append(costs.as_probe())
         return text if reason is FinishReason.STOP else ""
 
     def output(self, outcome: Outcome, chosen: Sample | None = None, *, finished: bool = False) -> RequestOutput:
@@ -255,12 +257,6 @@ class Samples:
         for one in news.stats:
             sample.confidence.push(one.confidence)
         self._news.put_nowait(sample)
-
-
-def _as_probe(costs: Costs) -> Costs:
-    tokens = costs.computed_prompt_tokens + costs.thinking_tokens + costs.answer_tokens
-    none = dict.fromkeys((*_ONCE, "computed_prompt_tokens", "thinking_tokens", "answer_tokens"), 0)
-    return replace(costs, **none, probe_tokens=tokens)
 
 
 def summed(bills: Sequence[Costs]) -> Costs:

@@ -183,6 +183,14 @@ class Costs:
     answer_s: float = 0.0
     device_s: float = 0.0
 
+    def as_probe(self) -> Costs:
+        """The same where all tokens were computed on the side."""
+        tokens = self.computed_prompt_tokens + self.thinking_tokens + self.answer_tokens
+        none = dict.fromkeys(
+            ("prompt_tokens", "cached_tokens", "computed_prompt_tokens", "thinking_tokens", "answer_tokens"), 0
+        )
+        return replace(self, **none, probe_tokens=self.probe_tokens + tokens)
+
 
 @by_position
 @dataclass(slots=True)

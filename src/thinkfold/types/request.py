@@ -29,7 +29,10 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One user's request as the core receives it: tokens and resolved policy, no text."""
+    """One user's request as the core receives it: tokens and resolved policy, no text.
+
+    `aside`: the engine asks by itself, so its tokens count as probe tokens and it is none of the finished choices.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -43,6 +46,7 @@ class EngineRequest:
     until: Until | None = None
     service: Service = field(default_factory=Service)
     grammar: str | None = None  # `sampling.grammar` compiled (see `text.grammar`)
+    aside: bool = False
 
     @property
     def tier(self) -> Tier:
