@@ -178,3 +178,20 @@ async def test_a_session_is_forgotten_and_only_that_one_of_that_tenant(sockets: 
             await who.delete(f"/v1/thinkfold/sessions/{name}")
             assert await kept[who, name]["end"] == "abort"
         assert (await ann.delete("/v1/thinkfold/sessions/s")).status_code == 404
+
+
+@pytest.mark.parametrize("how", [{"vote": {"n": 12}}, {"search": {"width": 2, "branch": 2, "depth": 8}}])
+async def test_a_decision_ends_with_its_session_and_starts_nothing_more(sockets: str, how: dict[str, Any]) -> None:
+    head, prompt = {"Authorization": f"Bearer {SECRETS['bob']}"}, f"{next(iter(how))} {PROMPT}"
+    chat = {"messages": [{"role": "user", "content": prompt}], "temperature": 1.0, "max_tokens": 1500, **how}
+    async with httpx.AsyncClient(base_url=sockets, headers=head, timeout=60) as bob:
+        task = asyncio.create_task(bob.post("/v1/chat/completions", json={**chat, "thinkfold": of("v")}))
+        running = lambda reply: reply.json()["running"] > 0  # noqa: E731
+        await until(lambda: bob.get("/v1/thinkfold/engine"), running)
+        gone = await bob.delete("/v1/thinkfold/sessions/v")
+        assert gone.json()["removed"]["calls"] == 1, gone.text
+        reply = await task
+        assert reply.status_code == 409 and "its session was deleted" in reply.text
+        await until(lambda: bob.get("/v1/thinkfold/engine"), lambda reply: not running(reply))
+        usage = (await post(bob, "/v1/chat/completions", messages=chat["messages"], max_tokens=1))["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0

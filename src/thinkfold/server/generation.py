@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from thinkfold.engine.samples import Question
-from thinkfold.errors import ParameterError, ThinkfoldError
+from thinkfold.errors import ConflictError, ParameterError, ThinkfoldError
 from thinkfold.server.access.quotas import Lease
 from thinkfold.server.contract import Engine, deciding
 from thinkfold.server.drift import Conversations, Owner, look_back
@@ -164,6 +164,8 @@ async def _generate(
         try:
             async for output in outputs:
                 lease.note(index, output)
+                if job.how is not None and not serving.leaves_traces:
+                    raise ConflictError("its session was deleted")  # or it would start other samples
                 if turn is not None:
                     turn.note(output)
                     if output.finished and serving.leaves_traces:
