@@ -6,7 +6,10 @@ stopping where all later probes are right. Replays are no live runs: their cases
 
 Thresholds are chosen on one half of the problems (`--half choose`) and reported on the other (`--half report`).
 `--against FILE` compares two recordings of the same problems: the noise between runs that differ in nothing
-(`aa/`). Several engines in processes of their own share one device (`--processes`), each with its own pool.
+(`aa/`). `--live none balanced …` asks the engine itself: each problem once an arm, with the first arm as reference
+(`none` again is the noise), `vote/MODE` with `--samples K --temperature T` beside a plain majority.
+
+Several engines in processes of their own share one device (`--processes`), each with its own pool.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +28,8 @@ from typing import Any
 from tqdm import tqdm
 
 from thinkfold.cli import records, rows
+from thinkfold.cli.arms import Arm, Shard, measure
+from thinkfold.cli.evaluation import Result
 from thinkfold.cli.paired import paired_metrics
 from thinkfold.cli.processes import spread
 from thinkfold.cli.recording import Share, record
@@ -35,9 +39,10 @@ from thinkfold.control.early_stop import EarlyStopping
 from thinkfold.control.replay import Record, oracle, replay, replay_vote
 from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.pebble import SUITES
-from thinkfold.types import ControlParams, Preset, SamplingParams, VoteParams, parse_early_stop
+from thinkfold.types import UNLIMITED, ControlParams, FoldParams, Preset, SamplingParams, VoteParams, parse_early_stop
 
 OFFSET = 100_000  # of the first problem: far from those that anybody tunes on
+APART = 1_000_003  # between the seeds of two arms of plain samples
 BLOCK = 20  # problems of one half in a row: a multiple of every suite's entries
 KNOBS = {
     "entropy_0.1": {"entropy": 0.1},
@@ -172,24 +177,78 @@ def recorded(args: argparse.Namespace) -> list[Record]:
     return [one for _, group in sorted(found.items()) for one in group]
 
 
+def live_arms(args: argparse.Namespace) -> list[Arm]:
+    """`none`, presets and knobs by name, `vote/MODE`. Only `none` after the first one draws other samples."""
+    found: list[Arm] = []
+    for number, word in enumerate(args.live):
+        fold, how = FoldParams(policy="off"), VOTES.get(word.removeprefix("vote/"))
+        if word == "none":
+            before = args.live[:number].count("none")
+            name = f"aa{before if before > 1 else ''}/{args.suite}" if before else "none"
+            found.append(Arm(name, fold, seed=before * APART))
+        elif word in ARMS:
+            found.append(Arm(f"stop/{word}/{args.suite}", fold, ARMS[word]))
+        elif word.startswith("vote/") and how is not None and args.samples > 1:
+            fitted = replace(how, n=min(how.n, args.samples))
+            found.append(Arm(f"{word}_{fitted.n}/{args.suite}", fold, how=fitted))
+        else:
+            votes = "with --samples " + ", ".join(f"vote/{name}" for name in VOTES)
+            raise ParameterError("live", f"there are none, {', '.join(ARMS)}, and {votes}; got {word!r:.60}")
+    return found
+
+
+def live_metrics(reference: Sequence[Result], found: Sequence[Result]) -> dict[str, float]:
+    """One arm on the engine against the first one; tokens are all that were generated, looks and discarded ones too."""
+    reasons = Counter(sample.thinking_end_reason for one in found for sample in one.samples)
+    rules = {rule: count for rule, count in sorted(reasons.items(), key=str) if rule not in (None, "natural")}
+    tokens = sum(one.tokens for one in reference)
+    return {
+        **paired_metrics([(a.majority_correct, b.majority_correct) for a, b in zip(reference, found, strict=True)]),
+        "tokens_ratio": sum(one.tokens for one in found) / tokens,
+        "probe_share": sum(one.probe_tokens for one in found) / tokens,
+        "errors": sum(one.error is not None for one in found),
+        **{f"stopped_by_{rule}": count / len(found) for rule, count in rules.items()},
+    }
+
+
+def lived(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """Every arm but the first, asked of engines."""
+    arms, cut = live_arms(args), shares(args)
+    shards = [
+        Shard(one.suite, one.config, [(arm, one.numbers) for arm in arms], UNLIMITED, one.sampling, one.in_flight)
+        for one in cut
+    ]
+    reference: list[Result] | None = None
+    for arm, results, _ in measure(shards, arms, args.gpus):
+        if reference is None:
+            reference = results
+        else:
+            yield arm.name, live_metrics(reference, results)
+
+
 def half(found: Sequence[Record], which: str) -> list[Record]:
     """`choose` or `report`: every other twenty problems, so that each has all tasks of a suite."""
     return [one for one in found if which == "all" or one.index // BLOCK % 2 == ("choose", "report").index(which)]
 
 
+def offline(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """Every arm that the records allow. Raises ParameterError where there are none."""
+    found = half([one for path in args.records or [args.record] for one in records.load(path)], args.half)
+    if not found:
+        raise ParameterError("records", "there is no record to replay")
+    yield from replayed(found, args.suite, args.votes)
+    if args.against:
+        yield f"aa/{args.suite}", again(found, list(records.load(args.against)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Record where asked, replay, print and keep rows."""
+    """Record where asked, replay or ask, print and keep rows."""
     args = parse(sys.argv[1:] if argv is None else argv)
     if args.record:
         records.save(args.record, recorded(args))
         if args.only_record:
             return 0
-    found = half([one for path in args.records or [args.record] for one in records.load(path)], args.half)
-    if not found:
-        raise ParameterError("records", "there is no record to replay")
-    cases = replayed(found, args.suite, args.votes)
-    if args.against:
-        cases = chain(cases, [(f"aa/{args.suite}", again(found, list(records.load(args.against))))])
+    cases = lived(args) if args.live else offline(args)
     for case, metrics in cases:
         label = case if args.half == "all" else f"{case}/{args.half}"
         row = rows.make_row("control", label, metrics, seed=args.seed, device=args.device)
@@ -206,6 +265,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--record", type=Path, metavar="FILE", help="ask the model and keep the records here first")
     files.add_argument("--records", type=Path, nargs="+", metavar="FILE", help="replay these records")
+    files.add_argument("--live", nargs="+", metavar="ARM", help="ask the engine: none balanced, none vote/waves, …")
     parser.add_argument("--only-record", action="store_true", help="do not replay what was recorded")
     parser.add_argument("--against", type=Path, metavar="FILE", help="another recording of the same problems")
     parser.add_argument("--half", choices=["all", "choose", "report"], default="all", help="problems to replay")
@@ -230,7 +290,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
     parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
     args: Any = parser.parse_args(argv)
-    if args.record and args.suite not in SUITES:
+    if not args.records and args.suite not in SUITES:
         parser.error(f"--suite: there are {', '.join(SUITES)}")
     if min(args.n, args.samples, args.processes, args.concurrency) < 1:
         parser.error("-n, --samples, --processes and --concurrency must be at least 1")

@@ -24,7 +24,7 @@ def short() -> Iterator[Served]:
     yield from run_server(EngineConfig(**SHORT))
 
 
-@pytest.mark.parametrize("name", ["chat_stream", "budget", "vote"])
+@pytest.mark.parametrize("name", ["chat_stream", "budget", "vote", "early_stop"])
 def test_client_examples(
     name: str, short: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

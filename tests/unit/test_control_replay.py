@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from thinkfold.cli import bench, records, rows
-from thinkfold.cli.evaluation import Question
+from thinkfold.cli.arms import Arm, Shard
+from thinkfold.cli.evaluation import Question, Result, Sample
 from thinkfold.cli.recording import Share
 from thinkfold.config import EngineConfig
 from thinkfold.control.baselines import Compared, deepconf, majority, one_by_one
@@ -233,6 +234,42 @@ def test_halves_and_another_recording(tmp_path: Path, capsys: pytest.CaptureFixt
     records.save(tmp_path / "c.jsonl", [settled_at(300, index=7)])
     with pytest.raises(ParameterError, match="share no problem"):
         module.main([*words, "--against", str(tmp_path / "c.jsonl")])
+
+
+def test_arms_on_the_engine_are_paired_with_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = bench.load(Path(__file__).parents[2] / "benchmarks" / "control.py")
+
+    def answered(arm: Arm, index: int) -> Result:
+        stopped = arm.control is not None
+        sample = Sample("7", not stopped, 100, 90, "stop", "consistency" if stopped else "natural")
+        right = not stopped or index > 40
+        return Result(
+            index, "t", "?", "7", [sample], right, 0, 0, None, tokens=40 if stopped else 100, probe_tokens=5 * stopped
+        )
+
+    def measured(shards: Sequence[Shard], arms: Sequence[Arm], gpus: int) -> Iterator[Any]:
+        assert gpus == 2 and [len(shard.questions) for shard in shards] == [len(arms)] * 2
+        for arm in arms:
+            numbers = [number for shard in shards for number in dict(shard.questions)[arm]]
+            yield arm, [answered(arm, number) for number in sorted(numbers)], 1.0
+
+    monkeypatch.setattr(module, "measure", measured)
+    words = ["--suite", "hard", "-n", "4", "--offset", "40", "--processes", "2", "--gpus", "2", "--json", "--no-record"]
+    assert module.main(["--live", "none", "none", "balanced", *words]) == 0
+    found = {row["case"]: row["metrics"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found.keys() == {"aa/hard", "stop/balanced/hard"} and found["aa/hard"]["tokens_ratio"] == 1.0
+    balanced = found["stop/balanced/hard"]
+    assert (balanced["n"], balanced["b"], balanced["c"], balanced["tokens_ratio"]) == (4, 1, 0, 0.4)
+    assert balanced["probe_share"] == 0.05 and balanced["stopped_by_consistency"] == 1.0
+    votes = module.parse(["--live", "none", "vote/waves", "none", "--samples", "8", "--temperature", "0.7"])
+    none, vote, again = module.live_arms(votes)
+    assert vote.how == VoteParams(8) and (vote.name, vote.seed) == ("vote/waves_8/long", 0)
+    assert (none.name, none.seed, again.name) == ("none", 0, "aa/long") and again.seed > 10**6
+    for refused in (["often"], ["vote/waves"], ["none", "vote/never"]):
+        with pytest.raises(ParameterError, match="live"):
+            module.live_arms(module.parse(["--live", *refused]))
 
 
 def test_each_process_records_its_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
