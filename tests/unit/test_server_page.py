@@ -9,9 +9,11 @@ import pytest
 from server_stand_in import ScriptedEngine, serving
 from test_server_access import RIGHT, TABLE, bearer, guarded
 
+from thinkfold.control import voting
 from thinkfold.server.access.gate import Access
 from thinkfold.server.state import ServerOptions
 from thinkfold.server.ui import routes
+from thinkfold.types import ThinkingEndReason
 
 FOLDER = Path(routes.__file__).parent
 SCRIPTS = sorted(FOLDER.glob("*.js"))
@@ -109,3 +111,19 @@ def test_text_never_becomes_code_or_markup(path: Path) -> None:
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function|srcdoc|setHTML"
     assert not re.findall(forbidden, source)
     assert len(source.splitlines()) <= 400
+
+
+def test_every_end_and_what_settles_a_vote_have_words() -> None:
+    words = {name: set(re.findall(r"(\w+): \"", table(name))) for name in ("RULES", "ENDS")}
+    settles = {"lossless", "short", "beta", "dirichlet", "likely", "in_flight", "settled", "all", "last_probes"}
+    source = "".join(path.read_text() for path in Path(voting.__file__).parent.glob("vot*.py"))
+    assert words["RULES"] == settles and all(f'"{rule}"' in source for rule in settles)
+    early = {"margin", "entropy", "consistency", "confidence", "hopeless", "loop"}
+    assert words["ENDS"] == set(ThinkingEndReason) - early, "a rule of early stopping is called by its name"
+
+
+def table(name: str) -> str:
+    """The object `name` of one of the page's files."""
+    texts = (path.read_text().partition(f"const {name} = {{")[2] for path in SCRIPTS)
+    (found,) = [text.partition("};")[0] for text in texts if text]
+    return found

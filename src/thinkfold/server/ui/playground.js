@@ -21,7 +21,10 @@ const FOLDING = {
 const ENDS = {
   natural: "the model ended its thinking", budget: "the budget ended its thinking", eos: "an end token closed its thinking",
   control: "thinking was ended by order", unclosed: "the response ended while thinking",
+  vote: "a settled vote ended its thinking", search: "the search ended its thinking",
+  deadline: "its deadline ended its thinking", cost: "its cost limit ended its thinking",
 };
+const ended = (reason) => reason && (ENDS[reason] ?? `rule ${reason} ended its thinking`);
 
 const SILENT = { waiting: "Waiting for its turn …", voting: "The winner's is shown when the vote is decided." };
 
@@ -245,10 +248,10 @@ export class Playground {
     const { device_s: device, ...phases } = time; // its part of the device's time lies within the phases
     const total = Object.values(phases).reduce((sum, each) => sum + each, 0);
     rows(byId("cost-time"), told([["time", total, "sum"], ["queue", time.queue_s], ["prefill", time.prefill_s], ["thinking", time.thinking_s], ["answer", time.answer_s], ...some([["paused", time.paused_s], ["of it the device's", device]])], seconds));
-    const { ended } = this.run;
+    const last = this.run.ended;
     const budget = policy?.thinking.budget;
     put(byId("cost-note"), policy?.thinking.enabled ? `Budget: ${budget === null ? "no limit" : `${count(budget)} tokens`}` : "Without thinking");
-    put(byId("ending"), [ENDS[ended?.thinking_end_reason], ended && ended.finish_reason !== "stop" ? `finish: ${ended.finish_reason}` : ""].filter(Boolean).join(" · "));
+    put(byId("ending"), [ended(last?.thinking_end_reason), last && last.finish_reason !== "stop" ? `finish: ${last.finish_reason}` : ""].filter(Boolean).join(" · "));
   }
 
   #complain(error) {

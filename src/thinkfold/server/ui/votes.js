@@ -3,8 +3,9 @@
 import { byId, count, element, plural, put } from "./dom.js";
 
 const RULES = {
-  lossless: "no vote to come could change it", beta: "the leader is sure enough", in_flight: "the running samples cannot change it",
-  all: "all samples have ended", last_probes: "nothing finished: the last probes vote",
+  lossless: "no vote to come could change it", beta: "the leader is sure enough", dirichlet: "the leader is sure enough",
+  likely: "the leader is likely to stay it", in_flight: "the running samples cannot change it",
+  short: "enough of the shortest have ended", settled: "its probes have agreed for long", all: "all samples have ended", last_probes: "nothing finished: the last probes vote",
 };
 
 export class VotesView {
