@@ -43,6 +43,9 @@ def harmony() -> Kit:
             ("<|content_thinking|>", "<|end_message|>", "<|message_model|>", "<|content_text|>"),
             "inkling",
         ),
+        ("<think>", "hy_v3", (*MARKERS, "<tool_calls>"), "hy3"),
+        ("<|im_start|><think>", "mimo", MARKERS, "qwen_like"),
+        ("<|im_start|><think>", "step3p5", MARKERS, "qwen_like"),
         ("say <think>", "llama", (), "think"),
     ],
 )
@@ -120,6 +123,13 @@ def test_families_of_several_tokens_or_blocks(template, model_type, added, writt
     script = [kit.vocabulary.token_bytes(token_id) for token_id in kit.tokenizer.encode(written)]
     output = run(kit, [*script, "EOS"], PromptState(Phase.ANSWER, 0, 0))
     assert seen(output) == (*told, FinishReason.STOP)
+
+
+@pytest.mark.parametrize(("model_type", "call"), [("hy_v3", "<tool_calls>"), ("mimo", "<tool_call>"), ("llama", None)])
+def test_a_tool_call_ends_thinking_where_the_family_writes_it_there(model_type, call):
+    kit = Kit(template="<think>", model_type=model_type, added=(*MARKERS, "<tool_calls>"))
+    output = run(kit, ["w", call or "<tool_call>", "A", "EOS"], eos_in_thinking="stop")
+    assert seen(output)[:2] == (("w", f"{call}A") if call else ("w<tool_call>A", ""))
 
 
 def test_own_markers():
