@@ -14,7 +14,8 @@ from conftest import Served
 from remote_servers import Spoiler, over, spoiling
 
 QUESTION = [{"role": "user", "content": "What is 23 * 47 + 38 * 91?"}]
-BODY: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 160}
+SHORT = [{"role": "user", "content": "12+7*3"}]
+BODY: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 72}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,7 @@ def test_it_says_what_it_is(remote: Served, pebble: Served) -> None:
 
 
 def test_it_writes_what_the_server_writes(remote: Served, pebble: Served) -> None:
-    short = [{"role": "user", "content": "12+7*3"}]
-    mine, its = (ask(server, messages=short).json()["choices"][0] for server in (remote, pebble))
+    mine, its = (ask(server, messages=SHORT).json()["choices"][0] for server in (remote, pebble))
     assert mine["message"] == its["message"] and mine["message"]["reasoning"]
     assert mine["finish_reason"] == its["finish_reason"]
     assert mine["thinking_end_reason"] == its["thinking_end_reason"]
@@ -63,9 +63,9 @@ def test_it_writes_what_the_server_writes(remote: Served, pebble: Served) -> Non
 def test_all_apis_answer(remote: Served, path: str) -> None:
     body: dict[str, Any] = {"model": "pebble", "temperature": 0}
     if path == "/v1/responses":
-        body |= {"input": QUESTION[0]["content"], "max_output_tokens": 90}
+        body |= {"input": QUESTION[0]["content"], "max_output_tokens": 40}
     else:
-        body |= {"max_tokens": 90} | ({"prompt": "2 + 3 ="} if path == "/v1/completions" else {"messages": QUESTION})
+        body |= {"max_tokens": 40} | ({"prompt": "2 + 3 ="} if path == "/v1/completions" else {"messages": QUESTION})
     answer = httpx.post(f"{remote.url}{path}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
@@ -81,12 +81,11 @@ def test_a_budget_ends_thinking(remote: Served) -> None:
 
 def test_it_streams(remote: Served) -> None:
     with remote.client() as client:
-        chunks = list(client.chat.completions.create(model="pebble", messages=QUESTION, stream=True, **_few(60)))
+        chunks = list(client.chat.completions.create(model="pebble", messages=SHORT, stream=True, **_few(80)))
     assert len(chunks) > 10
-    whole = ask(remote, max_tokens=60).json()["choices"][0]["message"]
-    assert (
-        "".join(getattr(c.choices[0].delta, "reasoning", None) or "" for c in chunks if c.choices) == whole["reasoning"]
-    )
+    whole = ask(remote, messages=SHORT).json()["choices"][0]["message"]
+    thought = [getattr(chunk.choices[0].delta, "reasoning", None) or "" for chunk in chunks if chunk.choices]
+    assert "".join(thought) == whole["reasoning"]
 
 
 def _few(tokens: int) -> dict[str, Any]:
@@ -144,7 +143,7 @@ def test_a_vote_cancels_siblings(remote: Served, spoiler: Spoiler) -> None:
 
 
 def test_costs_are_told(remote: Served) -> None:
-    costs = ask(remote).json()["usage"]["thinkfold"]
+    costs = ask(remote, thinking_token_budget=12).json()["usage"]["thinkfold"]
     assert costs["tokens"]["thinking"] > 0 and costs["tokens"]["answer"] > 0
     assert costs["kv"]["byte_seconds"] > 0 and costs["kv"]["peak_entries"] > costs["tokens"]["prompt"]
     assert costs["time"]["thinking_s"] > 0
@@ -166,7 +165,7 @@ def test_a_spoilt_stream_is_an_error(remote: Served, spoiler: Spoiler, fault: st
     whole = ask(remote)
     assert whole.status_code == 502 and says in whole.json()["error"]["message"]
     with remote.client() as client, pytest.raises(openai.APIError, match=says):
-        list(client.chat.completions.create(model="pebble", messages=QUESTION, stream=True, **_few(60)))
+        list(client.chat.completions.create(model="pebble", messages=QUESTION, stream=True, **_few(40)))
     _until(lambda: spoiler.open == 0 and remote.stats().running == 0)
     spoiler.fault = ""
     assert ask(remote).status_code == 200

@@ -9,6 +9,7 @@ Ability = Literal["native", "emulated", "not available"]
 
 NAMES = (
     "streaming",
+    "token_ids",
     "reasoning_split",
     "thinking_budget",
     "end_thinking",

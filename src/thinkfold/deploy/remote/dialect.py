@@ -27,30 +27,30 @@ NEUTRAL: Mapping[str, tuple[str, float | int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`prompt_ids`, `token_ids`: prompts go, and drawn tokens come, as ids. `top` log-probs come with a token.
+    """`prompt_ids`, `token_ids`: prompts go, and drawn tokens come, as ids; `row_ids`: with log-probs only.
 
-    `fields` are sampling fields that it takes, by their names there. `extra` goes with every request. `parallel`: it
-    works on several requests at once. `markers`: it prints end markers of thinking. `native_budget`: it ends thinking
-    by `thinking_token_budget` itself.
+    `top` log-probs come with a token. `fields` are sampling fields that it takes, by their names there. `extra` goes
+    with every request. `parallel`: it works on several requests at once. `native_budget`: it ends thinking by
+    `thinking_token_budget` itself.
     """
 
     model: str
     max_model_len: int | None = None
     prompt_ids: bool = False
     token_ids: bool = False
+    row_ids: bool = False
     top: int = 0
     logit_bias: bool = False
     parallel: bool = False
     native_budget: bool = False
-    tokenizer: bool = False
     fields: frozenset[str] = frozenset()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def abilities(self, *, thinks: bool, enforced: bool) -> dict[str, Ability]:
         """What can be done over this server: by itself, by us, or not at all."""
         native = {"streaming": True, "logprobs": self.top > 0, "logit_bias": self.logit_bias}
-        native["thinking_budget"] = self.native_budget
-        ours = dict.fromkeys(("inject", "votes", "best_of", "tiers", "sessions", "costs.kv"), True)
+        native |= {"thinking_budget": self.native_budget, "token_ids": self.token_ids or self.row_ids}
+        ours = dict.fromkeys(("token_ids", "inject", "votes", "best_of", "tiers", "sessions", "costs.kv"), True)
         ours |= {"reasoning_split": thinks, "vote.confidence": self.top > 0}
         ours |= dict.fromkeys(("thinking_budget", "end_thinking", "probes", "early_stop.consistency"), enforced)
         read = ("early_stop.margin", "early_stop.entropy", "early_stop.confidence")
@@ -98,7 +98,8 @@ class Dialect:
 
     def body(self, prompt: str | list[int], max_tokens: int, *, look: bool, **more: Any) -> dict[str, Any]:
         """A request for `max_tokens` behind `prompt`; with `look`, for as many log-probs as there are."""
-        looked: dict[str, Any] = {"logprobs": self.top} if look and self.top else {}
+        most = self.top if look else int(self.row_ids)
+        looked: dict[str, Any] = {"logprobs": most} if most else {}
         base = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
         return {**base, **looked, **self.extra, **more}
 

@@ -12,6 +12,7 @@ from thinkfold.config import EngineConfig
 from thinkfold.deploy.remote.choice import COMPLETIONS
 from thinkfold.deploy.remote.dialect import NEUTRAL, Dialect
 from thinkfold.deploy.remote.http import Api, Remote
+from thinkfold.deploy.remote.rows import read_rows
 from thinkfold.deploy.remote.tokens import TokenReader
 from thinkfold.engine.language import Language
 from thinkfold.errors import ParameterError, RemoteBusyError, RemoteError, UnsupportedError
@@ -96,7 +97,6 @@ class _Probing:
             if isinstance(tokens, list) and tokens and all(type(each) is int for each in tokens):
                 if tokens[-len(self._sample) :] != self._sample:
                     raise ParameterError("model", f"its tokenizer is not the remote engine's: {SAMPLE!r} differs")
-                self.dialect = replace(self.dialect, tokenizer=True)
                 return
 
     async def prompts(self) -> None:
@@ -136,11 +136,13 @@ class _Probing:
         ids = bool(_first(await self._ask_alike()).get("token_ids"))
         for top in TOPS:
             try:
-                shown = (_first(await self._ask_alike(logprobs=top)).get("logprobs") or {}).get("top_logprobs")
-            except RemoteError:
+                rows = read_rows(_first(await self._ask_alike(logprobs=top)).get("logprobs"))
+            except (RemoteError, AttributeError, KeyError, TypeError, ValueError):
                 continue
-            if shown:
-                self.dialect = replace(self.dialect, top=top, token_ids=ids)
+            if rows:
+                told = rows[0].token_id is not None
+                most = min(top, len(rows[0].top))
+                self.dialect = replace(self.dialect, top=most, token_ids=ids, row_ids=told and not ids)
                 return
         self.dialect = replace(self.dialect, token_ids=ids)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from thinkfold.deploy.remote.rows import Row, read_rows
 from thinkfold.engine.language import Language
 from thinkfold.errors import RemoteError, UnsupportedError
 from thinkfold.types import Phase, TokenLogprobs, TokenStats
@@ -71,40 +71,35 @@ class TokenReader:
         """For the events of one stream that begins in `phase`."""
         return PartReader(self, phase)
 
-    def tokens(self, text: str, ids: Sequence[int] | None, logprobs: Mapping[str, Any] | None) -> list[Drawn]:
-        names: list[str] = list(logprobs.get("tokens") or []) if logprobs else []
-        if ids is None:
-            ids = self._ids(text, names)
-        if logprobs is None or not names:
+    def tokens(self, text: str, ids: Sequence[int] | None, logprobs: Any) -> list[Drawn]:
+        """The tokens of a stretch of text, by ids where they are told."""
+        rows = read_rows(logprobs)
+        ids = self._ids(text, rows) if ids is None else ids
+        if not all(0 <= i < self._vocabulary.size for i in ids):
+            raise ValueError("a token id is outside the vocabulary")
+        if not rows:
             return [Drawn(i) for i in ids]
-        tops, own = logprobs.get("top_logprobs") or [], logprobs["token_logprobs"]
-        rows = [self._row(names[at], own[at], tops[at] if at < len(tops) else {}) for at in range(len(names))]
-        if len(rows) == len(ids):
-            return [
-                Drawn(i, stats, TokenLogprobs(i, stats.logprob, top)) for i, (stats, top) in zip(ids, rows, strict=True)
-            ]
-        # The text of a few tokens stands for as many others: statistics are those of the stretch.
-        return [Drawn(i, rows[min(at, len(rows) - 1)][0]) for at, i in enumerate(ids)]
+        stats = [row.statistics(self._end) for row in rows]
+        if len(rows) != len(ids):  # the text of a few tokens stands for as many others
+            return [Drawn(i, stats[min(at, len(stats) - 1)]) for at, i in enumerate(ids)]
+        return [self._drawn(*each) for each in zip(ids, stats, rows, strict=True)]
 
-    def _ids(self, text: str, names: Sequence[str]) -> list[int]:
-        """By the tokens' own names where these make up the text, else as the tokenizer cuts it."""
-        ids = [self._by_text.get(name) for name in names]
+    def _ids(self, text: str, rows: Sequence[Row]) -> list[int]:
+        """The tokens' own ids, or names where these make up the text, else as the tokenizer cuts it."""
+        ids = [self._id_of(row.name, row.token_id) for row in rows]
         known = [i for i in ids if i is not None]
-        if names and len(known) == len(names) and "".join(names) == text:
+        told = all(row.token_id is not None for row in rows)
+        if rows and len(known) == len(rows) and (told or "".join(row.name for row in rows) == text):
             return known
         return self.encode(text)
 
-    def _row(
-        self, name: str, logprob: float | None, top: Mapping[str, float] | None
-    ) -> tuple[TokenStats, tuple[tuple[int, float], ...]]:
-        own = 0.0 if logprob is None else float(logprob)
-        found = {str(text): float(p) for text, p in (top or {}).items()}
-        found.setdefault(name, own)
-        ranked = sorted(found.items(), key=lambda item: -item[1])
-        known = tuple((self._by_text[text], p) for text, p in ranked if text in self._by_text)
-        return statistics(
-            own, [p for _, p in ranked], None if self._end is None else found.get(self._end, -math.inf)
-        ), known
+    def _id_of(self, name: str, token_id: int | None) -> int | None:
+        return self._by_text.get(name) if token_id is None else token_id
+
+    def _drawn(self, token_id: int, stats: TokenStats, row: Row) -> Drawn:
+        top = [(self._id_of(name, i), p) for name, i, p in row.top]
+        known = tuple((i, p) for i, p in top if i is not None)
+        return Drawn(token_id, stats, TokenLogprobs(token_id, row.logprob, known))
 
 
 class PartReader:
@@ -143,16 +138,3 @@ class PartReader:
             drawn += [Drawn(i) for i in self._reader.end_ids]
             drawn += self._reader.tokens(text, None, None if thought else logprobs)
         return drawn
-
-
-def statistics(logprob: float, top: Sequence[float], end: float | None) -> TokenStats:
-    """What the most likely tokens tell of a row: `top` log-probs in falling order, and the end marker's.
-
-    Entropy counts the rest as one token, which is a lower bound. An end marker that is not among them is far away.
-    """
-    rest = max(0.0, 1.0 - math.fsum(map(math.exp, top)))
-    entropy = -math.fsum(math.exp(p) * p for p in top if p > -math.inf) - (
-        rest * math.log(rest) if rest > 1e-9 else 0.0
-    )
-    confidence = -math.fsum(top[:20]) / max(1, len(top[:20]))
-    return TokenStats(logprob, max(0.0, entropy), confidence, math.nan if end is None else top[0] - end)
