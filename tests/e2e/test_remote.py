@@ -13,6 +13,14 @@ import pytest
 from conftest import Served
 from remote_servers import Spoiler, over, spoiling
 
+from tests.browser import browsing, needs_browser, watched
+from thinkfold.deploy.remote.engine import RemoteEngine
+from thinkfold.deploy.remote.service import check_service
+from thinkfold.errors import ParameterError
+from thinkfold.server.state import ServerOptions
+from thinkfold.server.tiers import ServedTier, TierTable
+from thinkfold.types import FoldParams, Tier
+
 QUESTION = [{"role": "user", "content": "What is 23 * 47 + 38 * 91?"}]
 SHORT = [{"role": "user", "content": "12+7*3"}]
 BODY: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 72}
@@ -140,6 +148,45 @@ def test_a_vote_cancels_siblings(remote: Served, spoiler: Spoiler) -> None:
     assert vote["finished"] >= 2 and vote["running"] == 0 and reply["choices"][0]["message"]["content"]
     assert vote["finished"] + vote["cancelled"] == vote["started"]
     _until(lambda: spoiler.open == 0)
+
+
+def test_a_session_spends_its_budget(remote: Served) -> None:
+    session = {"thinkfold": {"session": {"id": "s1", "total_budget": 30}}}
+    first = ask(remote, **session).json()
+    assert first["choices"][0]["thinking_end_reason"] == "budget"
+    second = ask(remote, **session).json()["thinkfold"]
+    assert second["session"]["remaining"] == 0 and second["session"]["call_budget"] == 30, "a call has its floor"
+    assert second["session"]["spent"] >= first["thinkfold"]["session"]["spent"] + 20
+    assert second["policy"]["clamped"][0]["by"] == "session"
+
+
+@needs_browser
+def test_the_page_asks_and_shows_no_memory_that_is_not_ours(remote: Served) -> None:
+    with browsing() as browser, watched(browser, f"{remote.url}/") as page:
+        page.locator("#state[data-good=true]").wait_for()
+        assert not page.locator("#map").is_visible() and not page.locator("#fold-set").is_visible()
+        page.fill("#question", SHORT[0]["content"])
+        page.click("#go")
+        page.locator("#answer p").first.wait_for()
+        assert page.locator("#pause").is_disabled()
+        page.locator("#go:enabled").wait_for()
+        assert page.inner_text("#answer") and "estimated" in page.inner_text("#playground .costs")
+        assert not page.locator("#fold-note").is_visible()
+
+
+def test_tiers_that_cannot_be_had_end_the_start(remote: Served) -> None:
+    engine = remote.engine
+    assert isinstance(engine, RemoteEngine)
+
+    def options(**more: Any) -> ServerOptions:
+        given = {name: more.pop(name) for name in ("fold",) if name in more}
+        return ServerOptions(tiers=TierTable({"free": ServedTier(Tier("free", 100, **more), **given)}, "free"))
+
+    check_service(engine, options(weight=2.0))
+    for wrong, field in ((options(kv_quota=0.5), "kv_quota"), (options(fold=FoldParams("eager")), "fold")):
+        with pytest.raises(ParameterError) as refused:
+            check_service(engine, wrong)
+        assert refused.value.field == f"tiers.free.{field}"
 
 
 def test_costs_are_told(remote: Served) -> None:

@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 from thinkfold.server.body import Model, read_body
 from thinkfold.server.state import state_of
 
+REMOTE_FAILED = 502
 EVENTS, LAST = "events", "last"  # in what `replies` gives: the type of a stream's events, and the text that ends it
 
 
@@ -28,8 +29,11 @@ def body_of(model: type[Model]) -> Any:
 
 
 def replies(whole: Any, events: Any, *also: int, last: str = "") -> dict[int | str, dict[str, Any]]:
-    """For a route that answers with a Response of its own: its reply, a stream's events, and other statuses."""
-    return {200: {"model": whole, EVENTS: events, LAST: last}, **statuses(*also)}
+    """For a route that answers with a Response of its own: its reply, a stream's events, and other statuses.
+
+    Over a remote engine each may fail there.
+    """
+    return {200: {"model": whole, EVENTS: events, LAST: last}, **statuses(*also, REMOTE_FAILED)}
 
 
 def statuses(*also: int) -> dict[int | str, dict[str, Any]]:

@@ -62,6 +62,7 @@ export class EngineView {
     while (sample.clock_s - this.samples[0].clock_s > WINDOW_S) this.samples.shift();
     put(byId("state"), sample.ready ? "ready" : sample.reason || "not ready");
     byId("state").dataset.good = sample.ready;
+    for (const id of ["map", "chart", "ladder"]) byId(id).closest(".card").hidden = !sample.pages.total; // a remote engine's memory is not ours
     this.#map(sample.pages);
     this.#chart();
     this.#now(sample, last);

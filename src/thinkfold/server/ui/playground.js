@@ -197,7 +197,7 @@ export class Playground {
     const { run } = this;
     byId("go").disabled = Boolean(run);
     byId("answer-now").disabled = run?.phase !== "thinking" || run.vote; // its samples have ids of their own
-    byId("pause").disabled = !run?.id || run.vote;
+    byId("pause").disabled = !run?.id || run.vote || this.card?.capabilities.pause === "not available";
     put(byId("pause"), run?.paused ? "Resume" : "Pause");
     byId("stop").disabled = !run;
   }
@@ -220,7 +220,7 @@ export class Playground {
     byId("held").lastChild.style.width = `${(100 * entries) / tokens}%`;
     byId("held").setAttribute("aria-label", byId("thinking-sum").textContent);
     const note = byId("fold-note");
-    note.hidden = this.thinking.segments.length < 2 && !folds;
+    note.hidden = !this.card?.fold.available || (this.thinking.segments.length < 2 && !folds);
     put(note, this.#verdict(run.policy, folds, refused, folded));
     return undefined;
   }
@@ -242,7 +242,8 @@ export class Playground {
     const made = tokens.prompt + tokens.thinking + tokens.answer;
     rows(byId("cost-tokens"), told([["tokens", made, "sum"], ["prompt", tokens.prompt], ...some([["of it cached", tokens.cached]]), ["thinking", tokens.thinking], ["answer", tokens.answer],
       ...some([["discarded", tokens.discarded], ["recomputed", tokens.recomputed], ["probes", tokens.probe]])], count));
-    rows(byId("cost-memory"), [["KV × time", `${bytes(kv.byte_seconds)}·s`, "sum"], ["peak", plural(kv.peak_entries, "entry", "entries")],
+    const guessed = usage.thinkfold.estimated?.includes("kv") ? ", estimated" : ""; // a remote engine does not tell
+    rows(byId("cost-memory"), [[`KV × time${guessed}`, `${bytes(kv.byte_seconds)}·s`, "sum"], ["peak", plural(kv.peak_entries, "entry", "entries")],
       ...told(some([["folds", usage.thinkfold.folds], ["refused folds", usage.thinkfold.folds_refused], ["folded tokens", usage.thinkfold.folded_tokens], ["preemptions", kv.preemptions]]), count),
       ...told(some([["swapped", kv.swapped_bytes]]), bytes)]);
     const { device_s: device, ...phases } = time; // its part of the device's time lies within the phases
