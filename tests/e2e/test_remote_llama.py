@@ -18,6 +18,7 @@ from conftest import Served
 from remote_servers import llama_server, needs_llama, over
 
 from thinkfold.config import EngineConfig
+from thinkfold.deploy.remote import client
 from thinkfold.deploy.remote.engine import start_remote
 from thinkfold.deploy.remote.http import Remote
 from thinkfold.errors import ParameterError
@@ -187,6 +188,19 @@ def test_without_log_probs_rules_that_read_them_are_refused(gguf: Path) -> None:
                 answer = httpx.post(f"{server.url}/v1/chat/completions", json=BODY | more, timeout=60)
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
             assert ask(server, thinking_token_budget=20)["choices"][0]["thinking_end_reason"] == "budget"
+
+
+def test_a_server_that_drops_work_for_the_next_request_is_given_one_at_a_time(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its default: a second request, also one for its models, ends the stream of the first."""
+    monkeypatch.setattr(client, "_CHECK_S", 0.01)
+    monkeypatch.setattr(client, "_TICK_S", 0.01)
+    with llama_server(gguf, interrupt_requests=True) as url:
+        for server in over(url, max_model_len=4096):
+            choices = ask(server, temperature=0.5, seed=2, n=2, thinking_token_budget=100)["choices"]
+            assert [choice["finish_reason"] for choice in choices] == ["stop", "stop"]
+            assert all(choice["message"]["content"] for choice in choices)
 
 
 def test_a_server_that_dies_is_told_and_missed(gguf: Path) -> None:

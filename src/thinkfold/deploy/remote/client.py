@@ -108,21 +108,27 @@ class RemoteClient:
         self._on_event(last)
 
     async def _look_after(self) -> None:
-        """Signs of life, and whether the server can be reached."""
-        checked = time.monotonic()
+        """Signs of life, and whether the server can be reached.
+
+        It is not asked while it works: one with a single slot would have to stop for that.
+        """
+        checked, check = time.monotonic(), None
         while True:
             await asyncio.sleep(_TICK_S)
             for running in list(self._requests.values()):
                 running.tick()
-            if self.trouble or time.monotonic() - checked > _CHECK_S:
-                await self._check()
-                checked = time.monotonic()
+            idle = not self._requests and time.monotonic() - checked > _CHECK_S
+            if (self.trouble or idle) and (check is None or check.done()):
+                check, checked = self._spawn(self._check()), time.monotonic()
             self._post([])
 
     async def _check(self) -> None:
         try:
-            await self._api.get(MODELS)
+            async with asyncio.timeout(_CHECK_S):
+                await self._api.get(MODELS)
             self.trouble = ""
+        except TimeoutError:
+            pass  # somebody else's work, maybe: whoever asks for a completion will see
         except ThinkfoldError as error:
             self.trouble = str(error)
 
@@ -183,7 +189,8 @@ class RemoteClient:
     def _drawing(self) -> int:
         return sum(choice.drawing for each in self._requests.values() for choice in each.choices)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

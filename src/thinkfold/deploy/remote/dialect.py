@@ -12,6 +12,7 @@ from thinkfold.types import ControlParams, Preset, SamplingParams
 
 SEED_BITS = 31  # of servers that draw with 32
 BANNED = -100.0
+NO_LOGPROBS = "reads log-probs, and the remote engine gives none"
 
 # What a sampling parameter is called by some servers, with the value that switches it off: servers have defaults
 # of their own, so those that they know are always sent.
@@ -80,12 +81,11 @@ class Dialect:
         """Raise UnsupportedError for rules that read log-probs where the server gives none."""
         if control is None or self.top:
             return
-        why = "reads log-probs, and the remote engine gives none"
         if control.preset not in (None, Preset.EXACT):
-            raise UnsupportedError("control.preset", why)
+            raise UnsupportedError("control.preset", NO_LOGPROBS)
         for name in ("entropy", "confidence"):
             if control.early_stop is not None and getattr(control.early_stop, name) is not None:
-                raise UnsupportedError(f"early_stop.{name}", why)
+                raise UnsupportedError(f"early_stop.{name}", NO_LOGPROBS)
 
     def sampled(self, sampling: SamplingParams) -> dict[str, Any]:
         """The fields that say how tokens are drawn."""

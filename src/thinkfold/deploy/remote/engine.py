@@ -10,6 +10,7 @@ from typing import Any
 
 from thinkfold.config import EngineConfig
 from thinkfold.deploy.remote.client import RemoteClient
+from thinkfold.deploy.remote.dialect import NO_LOGPROBS
 from thinkfold.deploy.remote.http import Remote
 from thinkfold.deploy.remote.orders import NEEDS_KV
 from thinkfold.engine.async_engine import AsyncEngine, Health
@@ -29,6 +30,7 @@ from thinkfold.types import (
     Service,
     ThinkingParams,
     Until,
+    VoteParams,
 )
 
 # Settings that mean the same over a remote server; all others are about an engine of our own.
@@ -116,11 +118,14 @@ class RemoteEngine(AsyncEngine):
                 yield output
 
     def decide(self, question: Question, how: Decision) -> AsyncGenerator[RequestOutput, None]:
-        """As AsyncEngine; a search needs handles."""
+        """As AsyncEngine. Raises UnsupportedError for a search: it needs handles; and for weights that nobody tells."""
         if isinstance(how, SearchParams):
             raise UnsupportedError("search", NEEDS_KV)
-        if question.sampling.logprobs is None and self.remote.line.dialect.top:
-            question = replace(question, sampling=replace(question.sampling, logprobs=0))  # samples have confidence
+        if isinstance(how, VoteParams) and how.weights == "confidence":
+            if not self.remote.line.dialect.top:
+                raise UnsupportedError("vote.weights", NO_LOGPROBS)
+            if question.sampling.logprobs is None:
+                question = replace(question, sampling=replace(question.sampling, logprobs=0))
         return super().decide(question, how)
 
     def resolve_fold(self, fold: FoldParams | None) -> FoldPolicy:
