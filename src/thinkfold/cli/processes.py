@@ -43,6 +43,8 @@ def spread(
                 running -= 1
             else:
                 yield news
+        for worker in workers:
+            worker.join()  # they are through, and go by themselves
     finally:
         for worker in workers:
             worker.terminate()
