@@ -1,10 +1,14 @@
 """The synchronous shell: order, text and token prompts, one conversation or many."""
 
+import gc
+import weakref
+
 import pytest
 
 from tests.small_pebble import small_pebble
 from thinkfold import LLM, FoldParams, SamplingParams, ThinkingParams
 from thinkfold.errors import EngineDeadError, NotFoundError, ParameterError
+from thinkfold.runner import loader
 from thinkfold.types import Service, SessionParams, ThinkingEndReason
 
 THINKING = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>So"}]
@@ -112,6 +116,22 @@ def test_more_choices_than_the_queue_holds_are_sent_bit_by_bit_and_closing_twice
     small.close()
     with pytest.raises(EngineDeadError, match="closed"):
         small.generate("a", SHORT)
+
+
+def test_a_closed_engine_keeps_no_weights(monkeypatch):
+    made, load = [], loader.load
+
+    def watched(config):
+        loaded = load(config)
+        made.append(weakref.ref(loaded.model))
+        return loaded
+
+    monkeypatch.setattr(loader, "load", watched)
+    with LLM(small_pebble(), load_format="dummy", kv_cache_bytes=32 << 20) as small:
+        small.generate("a", SHORT)
+    del small
+    gc.collect()
+    assert [model() for model in made] == [None]
 
 
 def test_settings_have_other_names_and_unknown_ones_are_refused():

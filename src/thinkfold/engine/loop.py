@@ -54,6 +54,8 @@ def run_core(
         send(Dead(f"{type(error).__name__}: {error}"))
     else:
         send(Dead(""))
+    finally:
+        gc.unfreeze()  # or the model would stay for as long as the process
 
 
 def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> None:
