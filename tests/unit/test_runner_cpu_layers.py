@@ -187,10 +187,12 @@ def test_weights_of_a_bf16_checkpoint_are_read_in_16_bits_and_lose_nothing(size:
     linear.weight[0, :3] = torch.tensor([size * 2**-30, 0.0, -size * 2**-60]).bfloat16()
     rows = torch.randn(9, 384, generator=source)
     packed, exact = PackedLinear(linear), (rows.double() @ linear.weight.double().T + linear.bias.double()).float()
-    assert packed.scale is not None
+    assert packed.scale != 1.0
     assert (packed(rows) - exact).abs().max() <= 2e-6 * exact.abs().max()
+    assert torch.equal(PackedLinear(linear, divided=True)(rows / packed.scale), packed(rows))
+    assert torch.equal(packed.added(rows, rows[:, :72]), rows[:, :72] + packed(rows))
     linear.weight[5, 7] *= 1 + 2**-12  # a weight of 24 bits
-    assert PackedLinear(linear).scale is None
+    assert PackedLinear(linear).scale == 1.0
     linear.weight.zero_()
     assert torch.equal(PackedLinear(linear)(rows), linear.bias.expand(9, -1))
 

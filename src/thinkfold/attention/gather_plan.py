@@ -8,7 +8,7 @@ decode step to the next a plan is carried, and with it what was gathered: only n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,8 +102,8 @@ class GatherPlan(NamedTuple):
     """All reads of a step: `decode` groups of one-token rows, `prefill` one row each.
 
     `folded` are rows with summaries, one each, of one or several tokens; they have room for
-    `MAX_EXTRA` entries more. `key_writes`, `value_writes` `[T * Hkv]` are entries of layer 0, rows
-    of kv seen as `[-1, D]`; `written` are the token rows that store something, None where all do.
+    `MAX_EXTRA` entries more. `writes` `[2 * T * Hkv]` are entries of layer 0, keys before values,
+    rows of kv seen as `[-1, D]`; `written` are the token rows that store something, None where all do.
     `in_order`: all tokens are one group of decode rows, in their order.
     """
 
@@ -114,18 +114,22 @@ class GatherPlan(NamedTuple):
     decode: list[Gather]
     prefill: list[Gather]
     folded: list[Gather]
-    key_writes: Tensor
-    value_writes: Tensor
+    writes: Tensor
     written: Tensor | None
     in_order: bool
 
 
 @dataclass(slots=True)
 class _Memo:
-    """The newest plan by window, and the version of kv that they belong to."""
+    """The newest plan by window, the version of kv that they belong to, and what was asked for last.
+
+    `tensors` are held so that no other has their place, which `asked` knows them by.
+    """
 
     plans: dict[int, GatherPlan] = field(default_factory=dict)
     version: int | None = None
+    asked: tuple[Any, ...] | None = None
+    tensors: tuple[Tensor, ...] = ()
 
 
 def plan_for(
@@ -144,16 +148,40 @@ def plan_for(
     while lengths, table and slots hold the same values, and carried to the next decode step of the
     same rows. All are let go when kv was changed but for what `wrote` knows of.
     """
+    memo, tensors = _memo(kv), (cu_seqlens_q, kv_lens, page_table, slot_mapping)
+    if memo.version is None or memo.version != _version(kv):
+        memo.plans.clear()
+    versions = [_version(tensor) for tensor in tensors]
+    asked = (*map(id, tensors), *versions, q.shape, q.dtype, window, summaries)
+    known = memo.plans.get(window)
+    if known is not None and memo.asked == asked and None not in versions:
+        return known
+    memo.plans[window] = plan = _plan(known, q, kv, tensors, summaries, window)
+    memo.asked, memo.tensors = asked, tensors
+    return plan
+
+
+def wrote(kv: Tensor) -> None:
+    """The newest entries of a plan have been written to `kv`: that is the one change which it knows of."""
+    _memo(kv).version = _version(kv)
+
+
+def _plan(
+    known: GatherPlan | None,
+    q: Tensor,
+    kv: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    summaries: list[int],
+    window: int,
+) -> GatherPlan:
+    """`known` if it is the plan of these lengths, table and slots, else `known` one step later, else a new one."""
     _, num_layers, num_heads, _, page_size, head_dim = kv.shape
+    cu_seqlens_q, kv_lens, page_table, slot_mapping = tensors
     entry_bytes = 2 * num_heads * head_dim * q.element_size()
     group = q.shape[1] // num_heads
     shape = (q.shape[0], num_layers, num_heads, page_size, group, group + -group % row_multiple(head_dim))
     layout = _Layout(*shape, entry_bytes, window, q.dtype, kv.device)
-    memo = _memo(kv)
-    if memo.version is None or memo.version != _version(kv):
-        memo.plans.clear()
     lengths = [cu_seqlens_q.tolist(), kv_lens.tolist(), summaries]
-    known = memo.plans.get(window)
     if known is not None and known.layout != layout:
         known = None
     if (
@@ -165,13 +193,7 @@ def plan_for(
         return known
     rows = _rows(lengths, window)
     plan = None if known is None else _advanced(known, rows, lengths, page_table, slot_mapping)
-    memo.plans[window] = plan = plan or _make(rows, layout, lengths, page_table, slot_mapping)
-    return plan
-
-
-def wrote(kv: Tensor) -> None:
-    """The newest entries of a plan have been written to `kv`: that is the one change which it knows of."""
-    _memo(kv).version = _version(kv)
+    return plan or _make(rows, layout, lengths, page_table, slot_mapping)
 
 
 def _memo(kv: Tensor) -> _Memo:
@@ -182,9 +204,9 @@ def _memo(kv: Tensor) -> _Memo:
     return memo
 
 
-def _version(kv: Tensor) -> int | None:
-    """How often kv has been changed in place; None where that is not counted."""
-    return None if kv.is_inference() else kv._version
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor has been changed in place; None where that is not counted."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _rows(lengths: list[list[int]], window: int) -> list[Row]:
@@ -233,8 +255,7 @@ def _advanced(
         slots=slots.clone(),
         decode=moved[: len(plan.decode)],
         folded=moved[len(plan.decode) :],
-        key_writes=key_writes,
-        value_writes=key_writes + size,
+        writes=_with_values(key_writes, plan.layout),
     )
 
 
@@ -269,7 +290,11 @@ def _keeping(gather: Gather, key_writes: Tensor, layout: _Layout) -> Gather:
 
 def _newest(gather: Gather, key_writes: Tensor, layout: _Layout) -> Tensor:
     """Where the newest entries of a gather's rows are written."""
-    keys = key_writes.view(-1, layout.num_heads).index_select(0, gather.tokens).view(-1)
+    return _with_values(key_writes.view(-1, layout.num_heads).index_select(0, gather.tokens).view(-1), layout)
+
+
+def _with_values(keys: Tensor, layout: _Layout) -> Tensor:
+    """Entries of keys and then those of their values."""
     return torch.cat([keys, keys + layout.page_size])
 
 
@@ -297,8 +322,7 @@ def _make(rows: list[Row], layout: _Layout, lengths: list[list[int]], table: Ten
         decode=gathers,
         prefill=prefill,
         folded=[_gather([row], pages, layout, MAX_EXTRA) for row in rows if row.summary >= 0],
-        key_writes=key_writes,
-        value_writes=key_writes + layout.page_size,
+        writes=_with_values(key_writes, layout),
         written=None if written is None else torch.from_numpy(written).to(layout.device),
         in_order=len(gathers) == 1 and len(gathers[0].rows) == layout.num_tokens,
     )

@@ -53,10 +53,10 @@ def paged_attention(
     pieces = _pieces(lines, kv, summary_table, summary_lens, q.dtype) if sliding_window <= 0 else {}
     lines = [line if line in pieces else -1 for line in lines]
     plan = plan_for(q, kv, cu_seqlens_q, kv_lens, page_table, slot_mapping, lines, sliding_window)
-    _write(k, v, kv, kv_scales, layer, plan)
+    newest = _write(k, v, kv, kv_scales, layer, plan)
     if plan.in_order:
         gather = plan.decode[0]
-        out, lse = _decode(q, _read(kv, kv_scales, layer, gather, q.dtype), gather, gather.mask, scale)
+        out, lse = _decode(q, _read(kv, kv_scales, layer, gather, q.dtype, newest), gather, gather.mask, scale)
     else:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
@@ -96,25 +96,29 @@ def _sink(tokens: Tensor, source: Tensor, target: Tensor) -> None:
     target.index_copy_(0, asked, source.index_select(0, tokens.index_select(0, asked)))
 
 
-def _write(k: Tensor, v: Tensor, kv: Tensor, kv_scales: Tensor, layer: int, plan: GatherPlan) -> None:
+def _write(k: Tensor, v: Tensor, kv: Tensor, kv_scales: Tensor, layer: int, plan: GatherPlan) -> Tensor | None:
+    """Store the keys and values of a step; returns `[2 * n * Hkv, D]` if they would be read as they are."""
     _, _, num_heads, _, page_size, head_dim = kv.shape
     if plan.written is not None:
         k, v = k.index_select(0, plan.written), v.index_select(0, plan.written)
-    first = layer * (num_heads * 2 * page_size)
-    memory.store(kv, kv_scales, first, plan.key_writes, k.reshape(-1, head_dim))
-    memory.store(kv, kv_scales, first, plan.value_writes, v.reshape(-1, head_dim))
+    rows = torch.cat([k, v]).view(-1, head_dim)
+    memory.store(kv, kv_scales, layer * (num_heads * 2 * page_size), plan.writes, rows)
     wrote(kv)
+    return rows if kv.dtype == rows.dtype else None
 
 
-def _read(kv: Tensor, kv_scales: Tensor, layer: int, gather: Gather, dtype: torch.dtype) -> Tensor:
-    """Keys and values `[2, n, Hkv, length, D]`, zero at stale entries.
+def _read(
+    kv: Tensor, kv_scales: Tensor, layer: int, gather: Gather, dtype: torch.dtype, newest: Tensor | None = None
+) -> Tensor:
+    """Keys and values `[2, n, Hkv, length, D]`, zero at stale entries; `newest` `[2 * n * Hkv, D]` if known.
 
     A page may hold another request's leftovers behind a row's end: NaN times a zero weight is NaN.
     """
     num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     kept = None if gather.kept is None else gather.kept.get(layer)
     if kept is not None:
-        newest = memory.load_entries(kv, kv_scales, layer * (2 * num_heads * page_size), gather.newest, dtype)
+        if newest is None:
+            newest = memory.load_entries(kv, kv_scales, layer * (2 * num_heads * page_size), gather.newest, dtype)
         kept.view(-1, head_dim).index_copy_(0, gather.places, newest)
         return kept
     gathered = memory.load(kv, kv_scales, layer * (2 * num_heads), gather.blocks.view(-1), dtype)

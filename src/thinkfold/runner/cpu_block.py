@@ -36,18 +36,20 @@ class DecoderBlock(nn.Module):
         self._num_heads = own.q_proj.out_features // self.head_dim
         self._num_kv_heads = own.k_proj.out_features // self.head_dim
         products = (
-            PackedLinear(own.q_proj, own.k_proj, own.v_proj),
+            PackedLinear(own.q_proj, own.k_proj, own.v_proj, divided=True),
             PackedLinear(own.o_proj),
-            PackedLinear(mlp.gate_proj, mlp.up_proj),
+            PackedLinear(mlp.gate_proj, mlp.up_proj, divided=True),
             PackedLinear(mlp.down_proj),
         )
+        before = [norm.divided(product.scale) for norm, product in zip(norms[:2], products[::2], strict=True)]
         if norms[2:]:
-            norms = [*norms[:2], _side_by_side(norms[2], self._num_heads, norms[3], self._num_kv_heads)]
-        self.products, self.norms = nn.ModuleList(products), nn.ModuleList(norms)
+            before = [*before, _side_by_side(norms[2], self._num_heads, norms[3], self._num_kv_heads)]
+        self.products, self.norms = nn.ModuleList(products), nn.ModuleList(before)
         # Kept as functions, too: looking a submodule up and calling it costs as much as a small operation.
-        self._qkv, self._out, self._gate_up, self._down = (product.forward for product in products)
-        self._norm, self._norm_mlp = (norm.forward for norm in norms[:2])
-        self._norm_heads = norms[2].forward if norms[2:] else None
+        self._qkv, self._gate_up = (product.forward for product in products[::2])
+        self._add_out, self._add_down = (product.added for product in products[1::2])
+        self._norm, self._norm_mlp = (norm.forward for norm in before[:2])
+        self._norm_heads = before[2].forward if before[2:] else None
 
     def forward(
         self,
@@ -61,9 +63,9 @@ class DecoderBlock(nn.Module):
         rows = hidden_states[0]
         query, key, value = self._heads(self._qkv(self._norm(rows)), *position_embeddings)
         mixed, _ = self.attend(self, query, key, value, attention_mask, **self._options, **kwargs)
-        rows = self._out(mixed.view(len(rows), -1)).add_(rows)
+        rows = self._add_out(mixed.view(len(rows), -1), rows)
         gate, up = self._gate_up(self._norm_mlp(rows)).chunk(2, -1)
-        return self._down(nn.functional.silu(gate).mul_(up)).add_(rows).unsqueeze(0)
+        return self._add_down(nn.functional.silu(gate).mul_(up), rows).unsqueeze(0)
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[1, H, T, D]`, the first two normed and turned."""

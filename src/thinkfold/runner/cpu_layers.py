@@ -22,9 +22,12 @@ class PackedLinear(nn.Module):
     same input become one product, their outputs side by side. A weight that float16 can hold, times
     a power of two, as that of a bf16 checkpoint, is packed by FBGEMM: half the memory to read, and
     products and sums in fp32 as ever. Others are packed by oneDNN.
+
+    `scale` is that power of two, else 1. With `divided` inputs come divided by it, so that outputs
+    need not be.
     """
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear, divided: bool = False) -> None:
         super().__init__()
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
@@ -32,21 +35,26 @@ class PackedLinear(nn.Module):
             torch.cat([linear.weight.detach() for linear in linears]) if linears[1:] else linears[0].weight.detach()
         )
         self.bias = _joined_bias(linears)
-        self.scale = _float16_scale(weight)
-        # Finding an operation costs as much as a small one.
-        if self.scale is None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            self._product = torch.ops.mkldnn._linear_pointwise.default
+        scale = _float16_scale(weight)
+        self.scale = scale or 1.0
+        self._inverse = 1.0 if divided else 1 / self.scale
+        # Finding an operation, and asking whether its arguments are real, costs as much as a small one.
+        if scale is None:
+            self._product = torch.ops.mkldnn._linear_pointwise.default._op
+            self._more = (torch.ops.mkldnn._reorder_linear_weight(weight), self.bias, "none", [], "")
         else:
-            bias = None if self.bias is None else self.bias * self.scale
-            self._packed = torch.ops.quantized.linear_prepack_fp16(weight * self.scale, bias)
-            self._product = torch.ops.quantized.linear_dynamic_fp16.default
+            bias = self.bias if divided or self.bias is None else self.bias * scale
+            self._product = torch.ops.quantized.linear_dynamic_fp16.default._op
+            self._more = (torch.ops.quantized.linear_prepack_fp16(weight * scale, bias),)
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        if self.scale is None:
-            return self._product(rows, self._packed, self.bias, "none", [], "")
-        return self._product(rows, self._packed).mul_(1 / self.scale)
+        product = self._product(rows, *self._more)
+        return product if self._inverse == 1.0 else product.mul_(self._inverse)
+
+    def added(self, rows: Tensor, others: Tensor) -> Tensor:
+        """`others` and what `rows` become, in one operation."""
+        return torch.add(others, self._product(rows, *self._more), alpha=self._inverse)
 
 
 class FusedRMSNorm(nn.Module):
@@ -62,6 +70,10 @@ class FusedRMSNorm(nn.Module):
         size = weight.shape[-1]
         self._scaled_weight = weight.detach() * size**0.5
         self._scaled_eps = weight.new_tensor(eps * size)
+
+    def divided(self, by: float) -> FusedRMSNorm:
+        """The same, with outputs divided by a power of two: no bit of them changes."""
+        return FusedRMSNorm(self.weight.detach() / by, self.eps)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., size]` to the same."""

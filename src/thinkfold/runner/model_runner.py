@@ -90,6 +90,8 @@ class ModelRunner:
         self._memory = DeviceMemory(config, loaded, budgets, self.max_model_len, self.kv_dtype, 2)
         self._model: Callable[..., Any] = loaded.model
         self.graphs = self._make_graphs(capture or _own_capture(config, self._device), compiler)
+        # Inference tensors cost a tenth less of a small step, but beside plain ones they make a model compile anew.
+        self._quick = torch.inference_mode if self.graphs is None else torch.no_grad
         self._profile(2)
         self._take_pages()
         if self.graphs is not None:
@@ -145,16 +147,16 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._device
 
-    @torch.no_grad()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step: memory work, forward, sampling. Does not wait for a GPU."""
-        news = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
-        samples = forward_batch.samples_of(plan)
-        with self._threads.step(plan.num_tokens):
-            parts, width = self._step(plan, samples) if plan.rows else ([], 0)
-        if news.errors:
-            parts.append(torch.stack([error for _, error in news.errors]))
-        values, ready = self._send_home(parts)
+        with self._quick():
+            news = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
+            samples = forward_batch.samples_of(plan)
+            with self._threads.step(plan.num_tokens):
+                parts, width = self._step(plan, samples) if plan.rows else ([], 0)
+            if news.errors:
+                parts.append(torch.stack([error for _, error in news.errors]))
+            values, ready = self._send_home(parts)
         folds = [fold_id for fold_id, _ in news.errors]
         return PendingStep(plan.step, samples, folds, news.faults, width, values, ready)
 
@@ -189,15 +191,16 @@ class ModelRunner:
 
     def _step_eagerly(self, plan: StepPlan, samples: list[SampleRow]) -> tuple[list[Tensor], int]:
         memory = self._memory
-        inputs, extra = forward_batch.build(
-            plan,
-            self._config.page_size,
-            self._token_tile,
-            self._device,
-            self._sampler.pack(samples),
-            memory.tables.rows([row.slot for row in plan.rows]),
-            memory.queries.place(plan.rows),
-        )
+        with torch.inference_mode(mode=False):  # attention knows these tensors again by their versions
+            inputs, extra = forward_batch.build(
+                plan,
+                self._config.page_size,
+                self._token_tile,
+                self._device,
+                self._sampler.pack(samples),
+                memory.tables.rows([row.slot for row in plan.rows]),
+                memory.queries.place(plan.rows),
+            )
         if inputs.late_rows.numel():
             inputs.input_ids[0, inputs.late_rows] = self._last_token[inputs.late_slots]
         logits = forward(self._model, memory, inputs)
