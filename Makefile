@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?= serve
 WORKERS ?= 2
+# Files stay whole, so that their tests share servers, and in order: the long ones of e2e first, not last.
+TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -34,13 +36,13 @@ demo: setup  ## start a server, ask the embedded reasoner one question, watch it
 	@$(BIN)/python scripts/demo.py
 
 test: setup  ## all tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(TESTS)
 
 check: setup  ## format, lint, types, tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(TESTS)
 
 format: setup  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff format .

@@ -17,6 +17,7 @@ from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.errors import ParameterError
 from thinkfold.server.prefixes import read_warm_file, warm
 
+SHORT = {"thinking_token_budget": 16}  # what is thought matters to no test here
 MEMORY = 64 * 1024 * 1024
 PAGE = 8
 SYSTEM = {"role": "system", "content": "You are asked to reckon. " * 12}
@@ -46,6 +47,8 @@ def settled(served: Served, computed: int) -> int:
 def ask(client: httpx.Client, api: str, chat: list[dict[str, str]], salt: str) -> tuple[str, int, int]:
     """Text, prompt tokens and cached tokens of a reply; of a stream for chat completions."""
     body = {"model": "pebble", "temperature": 0, "cache_salt": salt}
+    if api != "messages":
+        body |= SHORT
     if api == "chat":
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         reply = client.post("/v1/chat/completions", json={**body, **stream, "messages": chat, "max_tokens": 400})
@@ -82,7 +85,7 @@ def test_case_35_the_next_turn_of_a_real_chat_is_found_whole(pebble: Served, cli
 
 
 def test_a_changed_system_prompt_is_told_with_what_it_cost(client: httpx.Client) -> None:
-    body = {"model": "pebble", "temperature": 0, "max_tokens": 400, "cache_salt": "drift"}
+    body = {"model": "pebble", "temperature": 0, "max_tokens": 400, "cache_salt": "drift", **SHORT}
 
     def reply(system: str, *chat: str) -> tuple[dict[str, int], dict[str, object]]:
         said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(chat)]
@@ -103,7 +106,7 @@ def test_a_changed_system_prompt_is_told_with_what_it_cost(client: httpx.Client)
 
 def test_half_an_answer_is_not_computed_ahead(pebble: Served, client: httpx.Client) -> None:
     before = pebble.stats().ahead_tokens
-    body = {"model": "pebble", "messages": SHOWN[:1], "temperature": 0}
+    body = {"model": "pebble", "messages": SHOWN[:1], "temperature": 0, **SHORT}
     client.post("/v1/chat/completions", json={**body, "max_tokens": 3})
     client.post("/v1/chat/completions", json={**body, "max_tokens": 400, "n": 2, "temperature": 1})
     client.post("/v1/completions", json={"model": "pebble", "prompt": "1 + 1 =", "max_tokens": 4})
