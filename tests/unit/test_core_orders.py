@@ -239,7 +239,7 @@ def test_injected_tokens_follow_what_was_told(depth):
     out = engine.one()
     assert out.token_ids[: len(told) + len(words)] == told + words
     assert " Wait, really?" in out.reasoning
-    assert out.num_injected_tokens == len(words)
+    assert out.num_injected_tokens == len(words) == engine.outputs["r"].costs.injected_tokens
     prompt = len(ids(OPEN_PROMPT))
     seen = [c[prompt:] for c in engine.runner.contexts if len(c) == prompt + len(told) + len(words)]
     assert seen[-1] == told + words, "the model draws behind what was injected"

@@ -143,7 +143,7 @@ class EngineCore:
     def _accept_request(self, request: EngineRequest, branches: list[Branch], controls: list[PartControl]) -> None:
         meter = CostMeter(len(request.prompt_token_ids), self._scheduler.kv.page_size, self._page_bytes)
         meter.costs.queue_s = max(0.0, self._clock() - request.arrival_time) if request.arrival_time else 0.0
-        before = [(control.num_thinking_tokens, control.num_output_tokens) for control in controls]
+        before = [(c.num_thinking_tokens, c.num_output_tokens, c.num_injected_tokens) for c in controls]
         running = Running(request, branches, controls, meter, before, started=self._clock())
         if not self.has_work:
             self._ledger.wake(self._requests.values())

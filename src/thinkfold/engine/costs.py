@@ -64,13 +64,14 @@ class CostMeter:
             self.costs.folds += 1
             self.costs.folded_tokens += fold.end - fold.start
 
-    def count_tokens(self, branches: Sequence[Branch], thinking: int, output: int) -> Costs:
+    def count_tokens(self, branches: Sequence[Branch], thinking: int, output: int, injected: int) -> Costs:
         """Bring the token counts up to date and return the costs."""
         costs = self.costs
         trunk = branches[0]
         costs.cached_tokens = trunk.cached_tokens
         costs.thinking_tokens = thinking
         costs.answer_tokens = output - thinking
+        costs.injected_tokens = injected
         costs.recomputed_tokens = sum(b.recomputed_tokens for b in branches)
         costs.preemptions = sum(b.preemptions for b in branches)
         costs.swapped_bytes = round(sum(b.swapped_pages for b in branches) * self._page_bytes)

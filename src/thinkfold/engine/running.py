@@ -31,7 +31,7 @@ class Running:
     branches: list[Branch]
     controls: list[PartControl]
     meter: CostMeter
-    before: list[tuple[int, int]]  # thinking and output tokens that each branch brought with it
+    before: list[tuple[int, int, int]]  # thinking, output and injected tokens that each branch brought with it
     notes: dict[int, tuple[list[TokenLogprobs], list[TokenStats]]] = field(default_factory=dict)
     folds: dict[int, list[Fold]] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)  # of parts that have ended, by branch
@@ -43,9 +43,10 @@ class Running:
     def bill(self) -> Costs:
         """Its costs with the tokens until now; what was cancelled without its text is not among them."""
         kept = [(c, b) for c, b in zip(self.controls, self.before, strict=True) if not c.discarded]
-        thinking = sum(control.num_thinking_tokens - before for control, (before, _) in kept)
-        output = sum(control.num_output_tokens - before for control, (_, before) in kept)
-        return self.meter.count_tokens(self.branches, thinking, output)
+        thinking = sum(control.num_thinking_tokens - before[0] for control, before in kept)
+        output = sum(control.num_output_tokens - before[1] for control, before in kept)
+        injected = sum(control.num_injected_tokens - before[2] for control, before in kept)
+        return self.meter.count_tokens(self.branches, thinking, output, injected)
 
     @property
     def finished(self) -> bool:
@@ -62,8 +63,12 @@ class Running:
 
     def bring_less(self, index: int, control: PartControl) -> None:
         """A branch went back to `control`, maybe to before its own start: what it writes from there on is its own."""
-        thinking, output = self.before[index]
-        self.before[index] = min(thinking, control.num_thinking_tokens), min(output, control.num_output_tokens)
+        thinking, output, injected = self.before[index]
+        self.before[index] = (
+            min(thinking, control.num_thinking_tokens),
+            min(output, control.num_output_tokens),
+            min(injected, control.num_injected_tokens),
+        )
 
     def forget_notes(self, index: int, sampled: int, control: PartControl) -> None:
         """A branch with `sampled` tokens was rolled back to `control`: statistics beyond it, told or not, are void."""

@@ -46,6 +46,7 @@ class TokenCosts(TypedDict):
     thinking: int
     answer: int
     copied: int
+    injected: int
     discarded: int
     recomputed: int
     probe: int

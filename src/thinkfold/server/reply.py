@@ -194,6 +194,7 @@ def three_costs(costs: Costs) -> Bill:
             "thinking": costs.thinking_tokens,
             "answer": costs.answer_tokens,
             "copied": costs.copied_tokens,
+            "injected": costs.injected_tokens,
             "discarded": costs.discarded_tokens,
             "recomputed": costs.recomputed_tokens,
             "probe": costs.probe_tokens,

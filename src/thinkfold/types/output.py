@@ -152,7 +152,8 @@ class Costs:
     """What a request cost so far: tokens, KV memory held and time, over all branches.
 
     `computed_prompt_tokens` includes what a preemption computes again; `copied_tokens` are output tokens
-    of greedy choices that were computed once, for another choice. Times in seconds;
+    of greedy choices that were computed once, for another choice; `injected_tokens` are those of thinking and
+    answers that the model did not draw. Times in seconds;
     `kv_byte_seconds` is bytes of KV pages held integrated over time, `kv_peak_entries` the most
     entries held at once (a summary counts with its memory, mean over layers and heads). `probe_tokens`
     were computed on the side, asked for and drawn ones; `paused_s` is no time of any phase. `device_s` is the
@@ -165,6 +166,7 @@ class Costs:
     thinking_tokens: int = 0
     answer_tokens: int = 0
     copied_tokens: int = 0
+    injected_tokens: int = 0
     discarded_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
@@ -186,9 +188,8 @@ class Costs:
     def as_probe(self) -> Costs:
         """The same where all tokens were computed on the side."""
         tokens = self.computed_prompt_tokens + self.thinking_tokens + self.answer_tokens
-        none = dict.fromkeys(
-            ("prompt_tokens", "cached_tokens", "computed_prompt_tokens", "thinking_tokens", "answer_tokens"), 0
-        )
+        prompt, output = ("prompt", "cached", "computed_prompt"), ("thinking", "answer", "injected")
+        none = dict.fromkeys((f"{name}_tokens" for name in (*prompt, *output)), 0)
         return replace(self, **none, probe_tokens=self.probe_tokens + tokens)
 
 

@@ -44,6 +44,7 @@ class Meter:
         kept = [choice.control for choice in choices if not choice.control.discarded]
         gone = [choice.control for choice in choices if choice.control.discarded]
         costs.thinking_tokens = sum(control.num_thinking_tokens for control in kept)
+        costs.injected_tokens = sum(control.num_injected_tokens for control in kept)
         costs.answer_tokens = sum(control.num_output_tokens for control in kept) - costs.thinking_tokens
         costs.discarded_tokens = sum(choice.discarded for choice in choices)
         costs.discarded_tokens += sum(control.num_output_tokens for control in gone)
