@@ -83,6 +83,21 @@ def test_n_samples_compute_the_prompt_once(depth):
     assert scheduler.kv.num_available == 200
 
 
+def test_n_samples_hold_their_own_pages_and_one_trunk():
+    scheduler, held = make(num_pages=400), []
+
+    class Watching(TokenFunction):
+        def launch(self, plan):
+            held.append(400 - scheduler.kv.num_available)
+            return super().launch(plan)
+
+    branches = make_branches(0, range(37), 50, n=8)
+    scheduler.add(branches)
+    run_scheduler(scheduler, Watching(token_of), branches, depth=0, limit=200)
+    trunk, own = -(-37 // PAGE), -(-50 // PAGE)
+    assert trunk + 8 * (own - 1) <= max(held) <= trunk + 8 * own + 8
+
+
 def test_children_without_a_slot_wait_and_then_run():
     scheduler, runner = make(num_pages=200, max_num_seqs=2), TokenFunction(token_of)
     branches = make_branches(0, range(10), 5, n=5)

@@ -31,8 +31,11 @@ class Observer:
 
     def read(self, news: CompletionOutput) -> list[Observation]:
         """Observations in order of position; none outside thinking."""
-        drawn = len(news.stats) == len(news.token_ids)
-        self._margins += [one.margin for one in news.stats] if drawn else [math.nan] * len(news.token_ids)
+        if len(news.stats) == len(news.token_ids):
+            for one in news.stats:
+                self._margins.append(one.margin)
+        else:
+            self._margins.extend([math.nan] * len(news.token_ids))
         if news.phase is not Phase.THINKING or news.finish_reason is not None:
             self._waiting.clear()
             return []
@@ -45,6 +48,8 @@ class Observer:
         if len(self._ids) >= WROTE_EVERY:
             found.append(Wrote(news.num_thinking_tokens, tuple(self._ids)))
             self._ids.clear()
+        if not self._waiting:  # most calls: one token, and nothing ends there
+            return found
         for index in sorted(index for index in self._waiting if index < news.num_output_tokens):
             behind = news.num_output_tokens - index
             margin = self._margins[-behind] if behind <= len(self._margins) else math.nan
