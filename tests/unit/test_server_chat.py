@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from server_stand_in import EOS, LOOP, ScriptedEngine, chat, events, join, serving
+from server_stand_in import EOS, LOOP, ScriptedEngine, chat, events, eventually, join, serving
 from tiny_tokenizer import EFFORT_TEMPLATE, OPEN_TEMPLATE, PLAIN_TEMPLATE
 
 FIVE = (*"aaaaa", "</think>", "A", "B", EOS)
@@ -132,8 +132,10 @@ async def test_keep_alive_comments_while_nothing_happens() -> None:
 
     engine = ScriptedEngine(gate=asyncio.Event())
     async with serving(engine, ServerOptions(keepalive_s=0.01)) as client:
+        reply = asyncio.create_task(chat(client, stream=True))
+        await eventually(lambda: engine.running == 1)
         asyncio.get_running_loop().call_later(0.1, engine.gate.set)
-        text = (await chat(client, stream=True)).text
+        text = (await reply).text
     assert text.count(": keep-alive\n\n") >= 2 and text.endswith("data: [DONE]\n\n")
     assert text.index("assistant") < text.index(": keep-alive")
 

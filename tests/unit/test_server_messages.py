@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from server_shapes import fold_message, named_events
-from server_stand_in import EOS, LOOP, ScriptedEngine, serving
+from server_stand_in import EOS, LOOP, ScriptedEngine, eventually, serving
 from tiny_tokenizer import KEEPING_TEMPLATE, OPEN_TEMPLATE
 
 from thinkfold.server.keyring import Keyring
@@ -315,8 +315,10 @@ async def test_pings_while_nothing_happens_and_folds_as_events() -> None:
     told = {1: [Segment(0, 0, 1), Fold(0, 0, 1, 1.0, 2, 0.5)]}
     engine = ScriptedEngine((SCRIPT,), template=OPEN_TEMPLATE, gate=asyncio.Event(), told=told)
     async with serving(engine, ServerOptions(keepalive_s=0.01)) as client:
+        reply = asyncio.create_task(post(client, **THINKS, stream=True, thinkfold={"events": True}))
+        await eventually(lambda: engine.running == 1)
         asyncio.get_running_loop().call_later(0.1, engine.gate.set)
-        events = named_events(await post(client, **THINKS, stream=True, thinkfold={"events": True}))
+        events = named_events(await reply)
     names = [e["type"] for e in events]
     assert names[0] == "message_start" and names[1] == "ping"
     folds = [e["thinkfold"]["fold"] for e in events if e["type"] == "thinkfold.fold"]
