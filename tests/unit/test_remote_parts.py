@@ -12,7 +12,7 @@ import pytest
 
 from thinkfold.config import EngineConfig
 from thinkfold.deploy.remote.dialect import Dialect
-from thinkfold.deploy.remote.http import Remote, _refusal
+from thinkfold.deploy.remote.http import Api, Remote, _refusal
 from thinkfold.deploy.remote.rows import read_rows
 from thinkfold.deploy.remote.tokens import TokenReader
 from thinkfold.deploy.remote.turns import Turns
@@ -163,6 +163,7 @@ def test_a_dialect_refuses_what_the_server_does_not_know() -> None:
     assert knows.sampled(SamplingParams(top_k=-1)) == {
         "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repeat_penalty": 1.0
     }  # fmt: skip
+    assert replace(knows, all_k=-1).sampled(SamplingParams())["top_k"] == -1
     with pytest.raises(UnsupportedError, match="gives 5 at most"):
         knows.check(SamplingParams(logprobs=6))
 
@@ -199,6 +200,26 @@ def test_refusals_of_all_shapes_are_read(body: Any, says: str) -> None:
     assert isinstance(busy, RemoteBusyError) and busy.retry_after == 9.0 and says in str(busy)
     failed = _refusal(httpx.Response(422, **kept))
     assert isinstance(failed, RemoteError) and failed.status == 422 and says in str(failed)
+
+
+async def test_silence_and_nobody_are_told_apart() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    api = Api(Remote(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=0.05))
+    with pytest.raises(RemoteError, match="silent for too long") as refused:
+        await api.get("/v1/models")
+    assert not refused.value.unreachable
+    with pytest.raises(RemoteError, match="silent for too long"):
+        await anext(api.stream("/v1/completions", {}))
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(RemoteError, match="cannot be reached") as refused:
+        await api.post("/v1/completions", {})
+    assert refused.value.unreachable
+    await api.close()
 
 
 def test_an_address_must_be_one() -> None:

@@ -30,9 +30,9 @@ NEUTRAL: Mapping[str, tuple[str, float | int]] = {
 class Dialect:
     """`prompt_ids`, `token_ids`: prompts go, and drawn tokens come, as ids; `row_ids`: with log-probs only.
 
-    `top` log-probs come with a token. `fields` are sampling fields that it takes, by their names there. `extra` goes
-    with every request. `parallel`: it works on several requests at once. `native_budget`: it ends thinking by
-    `thinking_token_budget` itself.
+    `top` log-probs come with a token. `all_k` is how it is told that top_k is off. `fields` are sampling fields that it
+    takes, by their names there. `extra` goes with every request. `parallel`: it works on several requests at once.
+    `native_budget`: it ends thinking by `thinking_token_budget` itself.
     """
 
     model: str
@@ -44,6 +44,7 @@ class Dialect:
     logit_bias: bool = False
     parallel: bool = False
     native_budget: bool = False
+    all_k: int = 0
     fields: frozenset[str] = frozenset()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,10 +91,10 @@ class Dialect:
     def sampled(self, sampling: SamplingParams) -> dict[str, Any]:
         """The fields that say how tokens are drawn."""
         body: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        for theirs, (own, neutral) in NEUTRAL.items():
+        for theirs, (own, _) in NEUTRAL.items():
             if theirs in self.fields:
                 value = getattr(sampling, own)
-                body[theirs] = neutral if own == "top_k" and value == -1 else value
+                body[theirs] = self.all_k if own == "top_k" and value <= 0 else value
         return body
 
     def body(self, prompt: str | list[int], max_tokens: int, *, look: bool, **more: Any) -> dict[str, Any]:

@@ -120,9 +120,12 @@ class _Probing:
     async def fields(self) -> None:
         """Which sampling fields the server takes."""
         known = {name for name, (_, neutral) in NEUTRAL.items() if await self._takes({name: neutral})}
+        all_k = 0
+        if "top_k" not in known and await self._takes({"top_k": -1}):
+            known, all_k = known | {"top_k"}, -1
         bias = {str(self._sample[0]): -1.0}
         biased = await self._takes({"logit_bias": bias})
-        self.dialect = replace(self.dialect, fields=frozenset(known), logit_bias=biased)
+        self.dialect = replace(self.dialect, fields=frozenset(known), all_k=all_k, logit_bias=biased)
 
     async def answers(self) -> None:
         """What comes with a drawn token: its id, and log-probs of how many."""
