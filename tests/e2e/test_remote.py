@@ -222,7 +222,8 @@ def test_who_goes_away_ends_the_work_below(remote: Served, spoiler: Spoiler) -> 
     spoiler.fault = "hang"
     body = BODY | {"stream": True}
     with httpx.stream("POST", f"{remote.url}/v1/chat/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # held: who drops it has gone away already
+        next(lines)
         _until(lambda: spoiler.open == 1)
     _until(lambda: spoiler.open == 0 and remote.stats().running == 0)
 

@@ -159,7 +159,8 @@ def test_thinking_ends_in_time(remote: Served) -> None:
 def test_who_goes_away_frees_the_slot(remote: Served) -> None:
     body = BODY | {"stream": True}
     with httpx.stream("POST", f"{remote.url}/v1/chat/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
     waiter = threading.Event()
     for _ in range(600):
         if remote.stats().running == 0:
