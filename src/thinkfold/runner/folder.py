@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -115,13 +114,11 @@ class Folder:
 
     def _write(self, work: FoldCommit, summary: Summary) -> None:
         """Exact entries of each head first, then pooled ones with their β."""
-        counts, starts = np.array(work.growth.counts), np.array(work.growth.starts)
-        by_head = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(by_head)) - np.repeat(np.cumsum(counts) - counts, counts)
-        storage = self._storage
-        arrays = [by_head, number, np.repeat(starts, counts) + number, work.pages]
-        heads, numbers, places, pages = to_device(arrays, storage.tensor.device)
-        targets = self._tables.entry_ids(work.slot, heads, places)
+        storage, growth, total = self._storage, work.growth, sum(work.growth.counts)
+        counts, starts, pages = to_device([growth.counts, growth.starts, work.pages], storage.tensor.device)
+        heads = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
+        numbers = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[heads]
+        targets = self._tables.entry_ids(work.slot, heads, starts[heads] + numbers)
         indices = summary.indices[0].flatten(0, 1)
         if summary.pooled is None:
             storage.write(targets, storage.read(storage.token_ids(pages, heads, indices[heads, numbers])))
