@@ -90,8 +90,6 @@ class ModelRunner:
         self._memory = DeviceMemory(config, loaded, budgets, self.max_model_len, self.kv_dtype, 2)
         self._model: Callable[..., Any] = loaded.model
         self.graphs = self._make_graphs(capture or _own_capture(config, self._device), compiler)
-        # Inference tensors cost a tenth less of a small step, but beside plain ones they make a model compile anew.
-        self._quick = torch.inference_mode if self.graphs is None else torch.no_grad
         self._profile(2)
         self._take_pages()
         if self.graphs is not None:
@@ -149,7 +147,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step: memory work, forward, sampling. Does not wait for a GPU."""
-        with self._quick():
+        with torch.no_grad():
             news = self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
             samples = forward_batch.samples_of(plan)
             with self._threads.step(plan.num_tokens):
