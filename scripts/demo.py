@@ -31,7 +31,7 @@ READY_SECONDS = 120
 ANSWER_SECONDS = 300
 SUITE = "long"
 QUESTION = 3
-POOL_ENTRIES = 1024  # a whole number of pages
+POOL_ENTRIES = 1280  # a whole number of pages
 ENTRY_BYTES = 8 * 2 * (2 * 64 + 1) * 4  # of Pebble in fp32: 8 layers, 2 KV heads of 64, K, V and a mass bias
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -54,9 +55,12 @@ def draw(prompt: int, held: list[float], out: Path) -> None:
     pyplot.rcParams.update({"font.size": 10, "svg.hashsalt": "thinkfold", "text.color": INK, "axes.edgecolor": INK})
     figure, axes = pyplot.subplots(figsize=(7.6, 3.4), layout="constrained")
     total = len(held) - 1
-    axes.plot(range(total + 1), held, color=FOLDED, linewidth=1.4)
+    steps = [after - before for before, after in pairwise(held)]
+    corners = [0, *(t for t in range(1, total) if steps[t - 1] != steps[t]), total]
+    line = [held[t] for t in corners]
+    axes.plot(corners, line, color=FOLDED, linewidth=1.4)
     axes.plot([0, total], [prompt, prompt + total], color=RAW, linewidth=1.4)
-    axes.fill_between(range(total + 1), held, [prompt + t for t in range(total + 1)], color=RAW, alpha=0.08)
+    axes.fill_between(corners, line, [prompt + t for t in corners], color=RAW, alpha=0.08)
     axes.annotate("raw", (total * 0.72, prompt + total * 0.72), xytext=(-30, 8), textcoords="offset points", color=RAW)
     peak = max(range(total + 1), key=held.__getitem__)
     axes.annotate(

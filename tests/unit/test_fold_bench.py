@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,19 @@ from thinkfold.cli import bench
 from thinkfold.cli.capture import IMPLEMENTATION, use_tape
 from thinkfold.cli.traces import Trace
 from thinkfold.fold.budgets import FoldBudgets
+from thinkfold.types import FOLD_PROFILES
 
 fold = bench.load(Path(__file__).parents[2] / "benchmarks" / "fold.py")
 PROMPT, OUTPUT = 20, 300
 ENDS = [130, 262]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_answers() -> Iterator[None]:
+    """Nothing at the beginning stays raw, so that 300 tokens fold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FOLD_PROFILES, "pebble", replace(FOLD_PROFILES["pebble"], keep_first_tokens=0))
+        yield
 
 
 @pytest.fixture(scope="module")

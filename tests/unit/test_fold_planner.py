@@ -355,3 +355,16 @@ def test_a_fork_knows_what_is_quantised_and_where_it_stands():
     assert child.cut(28) == [20, 20] and child.cut(16) == [8, 8]
     early = made.fork(16, [11], None)
     assert early.quantised == [(8, 16)]
+
+
+def test_what_thinking_begins_with_stays_raw() -> None:
+    policy = FoldPolicy(FoldMode.EAGER, "pebble", entries=32)
+    made = FoldPlanner(policy, 16, num_prompt_tokens=20)
+    assert policy.numbers.keep_first_tokens == 192
+    made.observe([150], None)  # ends at 170, before position 212
+    assert made.spans == []
+    made.observe([150, 330, 480], None)
+    assert [(span.start, span.end, span.ends) for span in made.spans] == [(224, 336, (126,)), (336, 496, (14, 164))]
+    made.restart()
+    made.observe([150, 330], None)
+    assert [span.start for span in made.spans] == [224]

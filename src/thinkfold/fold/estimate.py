@@ -28,9 +28,9 @@ class FoldShape:
     def entries(self, numbers: FoldProfile, thinking: float) -> float:
         """Entries that are left of `thinking` tokens which are folded as soon as they may be."""
         held = OPEN_SHARE * self.span if self.open_tokens is None else self.open_tokens
-        tail = max(numbers.fold_delay, numbers.keep_raw_tokens) + held
+        raw = numbers.keep_first_tokens + max(numbers.fold_delay, numbers.keep_raw_tokens) + held
         left = self.refused + (1.0 - self.refused) * min(1.0, numbers.entries / self.span)
-        return min(thinking, tail) + max(0.0, thinking - tail) * left
+        return min(thinking, raw) + max(0.0, thinking - raw) * left
 
 
 def middle(numbers: FoldProfile) -> float:

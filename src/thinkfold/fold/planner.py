@@ -17,7 +17,10 @@ ANSWER_LAG = 2  # the answer is known to have begun this many positions after it
 
 
 class FoldPlanner:
-    """Cuts closed segments into spans and says what is due. Never folds the prompt, the open segment or a summary."""
+    """Cuts closed segments into spans and says what is due.
+
+    Never folds the prompt, what thinking begins with, the open segment or a summary.
+    """
 
     def __init__(self, policy: FoldPolicy, page_size: int, num_prompt_tokens: int, window: int = 0) -> None:
         """Some of the model's layers see `window` tokens: a span leaves only when it lies behind them; 0 is none."""
@@ -58,7 +61,8 @@ class FoldPlanner:
 
     def restart(self) -> None:
         """Everything is computed anew from the prompt on; what was found is read again."""
-        self._next_start = -(-self.num_prompt_tokens // self._page_size) * self._page_size
+        first = self.num_prompt_tokens + self.numbers.keep_first_tokens
+        self._next_start = -(-first // self._page_size) * self._page_size
         self._seen = 0
         self._answer_start: int | None = None
         self._segment_start = self._segment_end = self.num_prompt_tokens  # of the newest closed segment
@@ -281,7 +285,8 @@ class FoldPlanner:
 
     def _close(self, end: int) -> None:
         self._segment_start, self._segment_end = self._segment_end, end
-        self._ends.append(end)
+        if end > self._next_start:
+            self._ends.append(end)
         last_page = end // self._page_size * self._page_size
         if last_page > self._next_start:
             due = max(end + max(self.numbers.fold_delay, self._known_after), last_page + self.numbers.keep_raw_tokens)

@@ -34,7 +34,8 @@ class FoldProfile:
 
     A segment is folded `fold_delay` tokens after its end to `entries` entries a KV head (on
     average over layers and heads); the last `keep_raw_tokens` stay raw. Segments shorter than
-    `min_segment_tokens` join the next, longer ones than `max_segment_tokens` are cut.
+    `min_segment_tokens` join the next, longer ones than `max_segment_tokens` are cut. The first
+    `keep_first_tokens` of thinking stay raw for good: there a model may say what it has to do.
     """
 
     max_segment_tokens: int = 1024
@@ -42,6 +43,7 @@ class FoldProfile:
     fold_delay: int = 256
     keep_raw_tokens: int = 256
     entries: int = 64
+    keep_first_tokens: int = 0
 
     def behind(self, window: int) -> FoldProfile:
         """For a model some of whose layers see the last `window` tokens only: those stay raw, 0 is none."""
@@ -52,7 +54,7 @@ FOLD_PROFILES: Mapping[str, FoldProfile] = {
     "default": FoldProfile(),
     "fine": FoldProfile(512, 128, 128, 128, 32),
     "coarse": FoldProfile(4096, 512, 512, 512, 64),
-    "pebble": FoldProfile(512, 128, 64, 128, 32),
+    "pebble": FoldProfile(512, 128, 64, 128, 32, 192),
 }
 MAX_SEGMENT_TOKENS = 4096
 DELIMITER_LAG = 32  # tokens after which a match of `delimiter_regex` is known
