@@ -167,5 +167,6 @@ def test_no_span_is_due_before_its_end_is_known() -> None:
         planner = FoldPlanner(FoldPolicy(FoldMode.EAGER, "pebble", delimiter_regex=regex), 16, 5)
         assert planner.numbers.fold_delay == delay
     planner.numbers = type(planner.numbers)(64, 16, 4, 8, 4)
+    planner.restart()
     planner.observe([59], None)
     assert planner.spans[0].due == 64 + DELIMITER_LAG + COMMIT_LAG
