@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
-from thinkfold.cli import rows
+from thinkfold.cli import bench, rows
 from thinkfold.errors import ParameterError
 from thinkfold.fold.budgets import FoldBudgets
 from thinkfold.kv.summary import SummaryGrowth
@@ -29,6 +31,7 @@ from thinkfold.runner.storage import KVStorage
 from thinkfold.runner.summary_tables import SummaryTables
 from thinkfold.scheduler.output import BatchRow, FoldCommit, FoldPrepare
 
+decode: Any = bench.load(Path(__file__).with_name("decode.py"))  # which measures a copy
 CASES = ("512to32/28x4x7x128", "1024to64/28x4x7x128", "1024to64/36x8x4x128", "4096to64/36x8x4x128")
 DELAY = 256  # tokens after the span, as in profile `default`
 PAST = 4096  # tokens before it
@@ -56,7 +59,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class Slot:
     """One slot of a filled memory."""
 
     folder: Folder
@@ -65,7 +68,7 @@ class Bench:
     commit: FoldCommit
 
     @classmethod
-    def of(cls, shape: Shape, page_size: int, selector: str, device: torch.device, dtype: torch.dtype) -> Bench:
+    def of(cls, shape: Shape, page_size: int, selector: str, device: torch.device, dtype: torch.dtype) -> Slot:
         heads = shape.layers * shape.kv_heads
         span = shape.tokens // page_size
         blocks = -(-shape.entries // page_size)
@@ -112,27 +115,18 @@ def timed(call: Callable[[], object], device: torch.device) -> tuple[float, floa
     return begin.elapsed_time(end) / 1000, host
 
 
-def measure(bench: Bench, device: torch.device, runs: int) -> dict[str, float]:
+def measure(filled: Slot, device: torch.device, runs: int) -> dict[str, float]:
     """Medians of both halves of a fold, in ms, over `runs` folds after three."""
     times: dict[str, list[tuple[float, float]]] = {"prepare": [], "commit": []}
     with torch.no_grad():
         for _ in range(runs + 3):
-            times["prepare"].append(timed(lambda: bench.folder.prepare(bench.prepare, bench.now), device))
-            times["commit"].append(timed(lambda: bench.folder.commit(bench.commit), device))
+            times["prepare"].append(timed(lambda: filled.folder.prepare(filled.prepare, filled.now), device))
+            times["commit"].append(timed(lambda: filled.folder.commit(filled.commit), device))
     return {
         f"{half}_{what}_ms": median(pair[i] for pair in pairs[3:]) * 1000
         for half, pairs in times.items()
         for i, what in enumerate(("device", "host"))
     }
-
-
-def floor_ms(shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
-    """One reading of the span at half of what a copy reads and writes in a second, in ms."""
-    size = 2 * shape.tokens * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
-    source = torch.zeros(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = min(timed(lambda: target.copy_(source), device)[0] for _ in range(10))
-    return size / (2 * source.numel() / best) * 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,10 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    bandwidth = decode.copy_bandwidth(device)
     for case in args.case or CASES:
         shape = Shape.parse(case)
-        bench = Bench.of(shape, args.page_size, args.selector, device, dtype)
-        metrics = {**measure(bench, device, args.runs), "floor_ms": floor_ms(shape, dtype, device)}
+        filled = Slot.of(shape, args.page_size, args.selector, device, dtype)
+        span = 2 * shape.tokens * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+        metrics = {**measure(filled, device, args.runs), "floor_ms": span / bandwidth * 1000}
         versions = {"triton": version("triton")} if device.type == "cuda" else {}
         row = rows.make_row("fold_step", case, metrics, seed=0, device=device.type, extra_versions=versions)
         if not args.no_record:

@@ -17,7 +17,7 @@ CASE = "64to16/2x2x2x16"
 
 def test_a_fold_ends_in_its_table_and_its_blocks() -> None:
     cpu = torch.device("cpu")
-    made = fold_step.Bench.of(fold_step.Shape.parse(CASE), 16, "conclusion_attention", cpu, torch.float32)
+    made = fold_step.Slot.of(fold_step.Shape.parse(CASE), 16, "conclusion_attention", cpu, torch.float32)
     error = made.folder.prepare(made.prepare, made.now)
     assert 0.0 < float(error) < 1.0
     made.folder.commit(made.commit)

@@ -189,16 +189,15 @@ class ModelRunner:
 
     def _step_eagerly(self, plan: StepPlan, samples: list[SampleRow]) -> tuple[list[Tensor], int]:
         memory = self._memory
-        with torch.inference_mode(mode=False):  # attention knows these tensors again by their versions
-            inputs, extra = forward_batch.build(
-                plan,
-                self._config.page_size,
-                self._token_tile,
-                self._device,
-                self._sampler.pack(samples),
-                memory.tables.rows([row.slot for row in plan.rows]),
-                memory.queries.place(plan.rows),
-            )
+        inputs, extra = forward_batch.build(
+            plan,
+            self._config.page_size,
+            self._token_tile,
+            self._device,
+            self._sampler.pack(samples),
+            memory.tables.rows([row.slot for row in plan.rows]),
+            memory.queries.place(plan.rows),
+        )
         if inputs.late_rows.numel():
             inputs.input_ids[0, inputs.late_rows] = self._last_token[inputs.late_slots]
         logits = forward(self._model, memory, inputs)

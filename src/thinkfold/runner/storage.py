@@ -88,8 +88,7 @@ class KVStorage:
         """Make the β plane, 0 everywhere, if there is none."""
         if not self.bias.numel():
             layers, heads = self.tensor.shape[1:3]
-            with torch.inference_mode(mode=False):  # as the other planes, whoever asks first
-                self.bias, self._host_bias = self._plane((layers, heads, self._page_size), torch.float32)
+            self.bias, self._host_bias = self._plane((layers, heads, self._page_size), torch.float32)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, target), all sources read before any target is written."""

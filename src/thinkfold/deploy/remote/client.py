@@ -17,7 +17,7 @@ from thinkfold.config import EngineConfig
 from thinkfold.deploy.remote.choice import Line
 from thinkfold.deploy.remote.http import Api, Remote
 from thinkfold.deploy.remote.orders import carry_out
-from thinkfold.deploy.remote.probing import find_dialect
+from thinkfold.deploy.remote.probing import MODELS, find_dialect
 from thinkfold.deploy.remote.request import Desk, RemoteRequest
 from thinkfold.deploy.remote.shape import model_info
 from thinkfold.deploy.remote.tokens import TokenReader
@@ -30,7 +30,6 @@ from thinkfold.types import EngineRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
-MODELS = "/v1/models"
 _TICK_S = 0.5
 _CHECK_S = 5.0
 _JOIN_S = 10.0
