@@ -30,11 +30,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 
 
 class Gate:
-    """Lets a test hold the device: launch waits while the gate is shut."""
+    """Lets a test hold the device: launch waits while the gate is shut, or from the launch at which it shuts."""
 
     def __init__(self):
         self.open = threading.Event()
         self.open.set()
+        self.shut_after = None  # launches until the gate shuts by itself
         self.engine = None
         self.fail = False
         self.max_model_len = 1600
@@ -46,6 +47,10 @@ class Gate:
 
         def gated(plan):
             assert self.open.wait(20)
+            if self.shut_after is not None:
+                self.shut_after -= 1
+                if self.shut_after == 0:
+                    self.open.clear()
             if self.fail:
                 raise RuntimeError("CUDA error: device-side assert triggered")
             return launch(plan)
