@@ -1,0 +1,155 @@
+"""A load of text completions over HTTP, and what it took: times at the client, tokens, memory that the server tells."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from thinkfold.cli.peers import Peer, gauge
+from thinkfold.errors import ThinkfoldError
+
+WATCH_S = 0.25  # between two looks at the server's metrics
+PATIENCE_S = 1800.0  # that a reply may take
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `known` tokens at its beginning were part of an earlier prompt of the same workload.
+
+    `forced`: it runs to `max_tokens`, whatever the model would say. `judge` says whether its text is right.
+    """
+
+    prompt: str
+    tokens: int
+    max_tokens: int
+    known: int = 0
+    forced: bool = False
+    judge: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of one: seconds from sending to the first text and to the end; None for what was not told."""
+
+    ask: Ask
+    seconds: float
+    first_s: float
+    text: str
+    tokens: int
+    cached: int | None
+
+
+Session = Callable[[], AsyncGenerator[Ask, str]]  # asks one after the other; is sent the reply to each
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All replies of a workload, seconds for all, and the largest share of KV memory seen in use."""
+
+    replies: list[Reply]
+    seconds: float
+    kv_use_peak: float | None
+
+
+class Client:
+    """Sends completions to one server and counts tokens with the model's own tokenizer, alike for every engine."""
+
+    def __init__(self, url: str, peer: Peer, count: Callable[[str], int]) -> None:
+        self._url, self._peer, self._count = url, peer, count
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits)
+
+    async def run(self, sessions: Sequence[Session], clients: int) -> Run:
+        """So many sessions at a time, each asking as soon as its last reply is there, until all are through.
+
+        Raises ThinkfoldError where a request fails: a rate over work that was not done says nothing.
+        """
+        replies: list[Reply] = []
+        waiting = iter(sessions)
+        watching = asyncio.create_task(self._watch())
+        started = time.perf_counter()
+
+        async def client() -> None:
+            for session in waiting:
+                await self._session(session(), replies)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(clients):
+                    group.create_task(client())
+        except* (ThinkfoldError, httpx.HTTPError) as errors:
+            raise ThinkfoldError(f"a request failed: {errors.exceptions[0]!r}") from errors
+        finally:
+            seconds = time.perf_counter() - started
+            watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        return Run(replies, seconds, self._peak)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _session(self, asks: AsyncGenerator[Ask, str], replies: list[Reply]) -> None:
+        async with aclosing(asks):
+            ask = await anext(asks, None)
+            while ask is not None:
+                reply = await self.send(ask)
+                replies.append(reply)
+                try:
+                    ask = await asks.asend(reply.text)
+                except StopAsyncIteration:
+                    return
+
+    async def send(self, ask: Ask) -> Reply:
+        """Stream one completion. Raises ThinkfoldError for a refusal, an error in the stream, or unequal work."""
+        body = {"model": self._peer.model_name, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True}
+        body |= {"temperature": 0.0, "stream_options": {"include_usage": True}}
+        body |= self._peer.forced if ask.forced else {}
+        started, first, usage, parts = time.perf_counter(), None, None, list[str]()
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise ThinkfoldError(f"HTTP {answer.status_code}: {(await answer.aread())[:300]!r}")
+            async for event in _events(answer):
+                usage = event.get("usage") or usage
+                for choice in event.get("choices", ()):
+                    news = (choice.get("reasoning") or "") + (choice.get("text") or "")
+                    if news and first is None:
+                        first = time.perf_counter() - started
+                    parts.append(news)
+        seconds, text = time.perf_counter() - started, "".join(parts)
+        tokens = usage["completion_tokens"] if usage else self._count(text)
+        if ask.forced and tokens != ask.max_tokens:
+            raise ThinkfoldError(f"made {tokens} tokens where {ask.max_tokens} were asked for")
+        return Reply(ask, seconds, seconds if first is None else first, text, tokens, _cached(usage))
+
+    async def _watch(self) -> None:
+        """The peak of the gauge, for as long as the load runs."""
+        self._peak: float | None = None
+        while self._peer.kv_use is not None:
+            with suppress(httpx.HTTPError):
+                told = gauge((await self._http.get("/metrics")).text, self._peer.kv_use)
+                if told is not None:
+                    self._peak = max(self._peak or 0.0, told)
+            await asyncio.sleep(WATCH_S)
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in answer.aiter_lines():
+        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+            event = json.loads(data)
+            if event.get("error"):
+                raise ThinkfoldError(f"the stream failed: {event['error']!r:.300}")
+            yield event
+
+
+def _cached(usage: dict[str, Any] | None) -> int | None:
+    """Prompt tokens that were not computed, where the server tells."""
+    details = (usage or {}).get("prompt_tokens_details") or {}
+    return details.get("cached_tokens")
