@@ -11,7 +11,8 @@ ThinkfoldError
 │   ├── SessionsFullError  all agent sessions that are kept are busy (HTTP 429)
 │   └── RemoteBusyError    the engine behind this one is busy (HTTP 429)
 ├── RequestFailedError  this one request failed inside the engine (HTTP 500)
-│   └── RemoteError     the engine behind this one failed it (HTTP 502)
+│   ├── RemoteError     the engine behind this one failed it (HTTP 502)
+│   └── ReplicaLostError  the replica that ran it has gone (HTTP 503)
 └── EngineDeadError     the engine has stopped (HTTP 503)
 """
 
@@ -96,6 +97,10 @@ class RemoteError(RequestFailedError):
         super().__init__(message)
         self.status = status
         self.unreachable = unreachable
+
+
+class ReplicaLostError(RequestFailedError):
+    """The replica that ran the request has gone, and parts of its reply may have been sent; it can be sent again."""
 
 
 class EngineDeadError(ThinkfoldError):

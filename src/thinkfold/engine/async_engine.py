@@ -311,11 +311,10 @@ class AsyncEngine(Controls):
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         model = self.model
-        self._check_queue(sampling.n)
+        self._check_queue(sampling.n, wish.service)
         _check_prompt(ids, model)
         sampling.check_vocabulary(model.vocab_size)
-        assert self._granter is not None, "a loaded model has its limits"
-        limits, policy = self._granter.grant(wish)
+        limits, policy = self._granter_of(wish.service).grant(wish)
         max_tokens = limits.max_tokens or 1
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         sampling = replace(
@@ -340,10 +339,20 @@ class AsyncEngine(Controls):
             service=wish.service,
         )
 
+    def _granter_of(self, service: Service) -> Granter:
+        assert self._granter is not None, "a loaded model has its limits"
+        return self._granter
+
+    def _new_granter(self, model: ModelInfo) -> Granter:
+        budget, enabled = self.config.default_thinking_budget, self.config.enable_thinking
+        switch = self.prompts.has_thinking_switch
+        return Granter(model, self.family, default_budget=budget, default_enabled=enabled, switch=switch)
+
     def _new_id(self) -> str:
         return f"req-{next(self._ids)}-{secrets.token_hex(4)}"
 
-    def _check_queue(self, branches: int) -> None:
+    def _check_queue(self, branches: int, service: Service | None = None) -> None:
+        """Raise QueueFullError where so many more are too many; `service` None goes on from a handle."""
         unfinished = self._readers.choices
         if unfinished and unfinished + branches > self.config.max_num_seqs + self.config.max_waiting:
             raise QueueFullError(retry_after=min(60.0, 1.0 + unfinished / self.config.max_num_seqs))
@@ -359,13 +368,7 @@ class AsyncEngine(Controls):
         self._last_event = time.monotonic()
         if isinstance(event, Ready):
             self._model = event.model
-            self._granter = Granter(
-                event.model,
-                self.family,
-                default_budget=self.config.default_thinking_budget,
-                default_enabled=self.config.enable_thinking,
-                switch=self.prompts.has_thinking_switch,
-            )
+            self._granter = self._new_granter(event.model)
             self._stats.pages_total = event.model.num_pages
             self._ready.set()
         elif isinstance(event, Dead):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -35,7 +36,13 @@ from thinkfold.types import (
 
 _ONCE = ("prompt_tokens", "cached_tokens")  # of the first request only
 SEEDS = 2**62
+_PART = re.compile(r"-(?:s\d+|[np][\d.]*|aside)$")  # what decisions append to the name of their question
 _NEXT_TO_NOTHING = 1e-9  # of money: thinking ends at once
+
+
+def question_of(request_id: str) -> str:
+    """The question to which a request belongs: a sample of a vote or a part of a search, or nobody's but its own."""
+    return _PART.sub("", request_id)
 
 
 class Sampled(Protocol):
