@@ -13,7 +13,6 @@ from server_stand_in import eventually
 
 from thinkfold.engine.commands import Prefill
 from thinkfold.errors import ConflictError, EngineDeadError, NotFoundError, QueueFullError, ReplicaLostError
-from thinkfold.llm import collect
 from thinkfold.types import FinishReason, SamplingParams, Service, ThinkingParams, Tier, Until
 
 PROMPT = ids(OPEN_PROMPT)

@@ -206,9 +206,9 @@ def pool(name: str, **engine) -> Pool:
 def test_a_fleet_says_what_is_wrong_with_it():
     with pytest.raises(ParameterError, match="none of one"):
         Fleet({"one": pool("one")}, "two")
-    with pytest.raises(ParameterError, match=r"pools.two.engine.fold_policy"):
+    with pytest.raises(ParameterError, match=r"pools\.two\.engine\.fold_policy"):
         Fleet({"one": pool("one"), "two": pool("two", fold_policy="eager")}, "one")
-    with pytest.raises(ParameterError, match="replicas.max"):
+    with pytest.raises(ParameterError, match=r"replicas\.max"):
         Replicas(3, 2)
     with pytest.raises(ParameterError, match="name"):
         Fleet({"one": pool("one")}, "one", name="a/b")

@@ -14,7 +14,7 @@ from typing import NoReturn
 from thinkfold import __version__
 from thinkfold.errors import ThinkfoldError
 
-COMMANDS = ("serve", "ask", "eval", "calibrate", "plan", "bench", "top")
+COMMANDS = ("serve", "deploy", "ask", "eval", "calibrate", "plan", "bench", "top")
 USAGE_ERROR = 2
 INTERRUPTED = 130
 

@@ -186,7 +186,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
             close = difflib.get_close_matches(name, home, n=1)
             raise ParameterError(name, f"is no setting{f'; did you mean {close[0]}?' if close else ''} (in {path})")
     tables = {name: table.pop(name) for name in ("prices",) if name in table}
-    return tables | {name: _checked(home[name], name, value, f"{name} (in {path})") for name, value in table.items()}
+    return tables | {name: checked(home[name], name, value, f"{name} (in {path})") for name, value in table.items()}
 
 
 def _prices(table: Any) -> Prices:
@@ -216,8 +216,8 @@ def _parsed(cls: Any, name: str, text: str, where: str) -> Any:
         raise ParameterError(where, f"must be {_KINDS[kind]}, got {text!r:.60}") from None
 
 
-def _checked(cls: Any, name: str, value: Any, where: str) -> Any:
-    """A setting from a TOML value."""
+def checked(cls: Any, name: str, value: Any, where: str) -> Any:
+    """A setting from a value of TOML or YAML. Raises ParameterError that names `where`."""
     hint = hint_of(cls, name)
     if get_origin(hint) is tuple:
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):

@@ -122,10 +122,11 @@ def load_tiers(path: str | Path) -> TierTable:
     default = written.get("default")
     if not isinstance(default, str):
         raise ParameterError("tiers.default", "must name the tier of requests that name none")
-    return TierTable({name: _tier(name, table) for name, table in tables.items()}, default)
+    return TierTable({name: parse_tier(name, table) for name, table in tables.items()}, default)
 
 
-def _tier(name: str, table: Mapping[str, Any]) -> ServedTier:
+def parse_tier(name: str, table: Mapping[str, Any]) -> ServedTier:
+    """A tier as it is written in a table. Raises ParameterError."""
     where = f"tiers.{name}"
     if _NAME.fullmatch(name) is None:
         raise ParameterError("tiers", f"{name!r:.60} must be 1 to 32 letters, digits, dots, dashes, underscores")

@@ -84,9 +84,9 @@ class FleetClient:
 
     def stats(self) -> EngineStats:
         """Of all cores together; what waits for a replica waits."""
-        replicas = [replica.stats for pool in self.pools.values() for replica in pool.replicas.values()]
+        replicas = [replica.stats for pool in self.pools.values() for replica in list(pool.replicas.values())]
         total = merged([*replicas, *(pool.gone for pool in self.pools.values())])
-        held = sum(flight.choices for pool in self.pools.values() for flight in pool.held)
+        held = sum(flight.choices for pool in self.pools.values() for flight in list(pool.held))
         return replace(total, waiting=total.waiting + held)
 
     @property

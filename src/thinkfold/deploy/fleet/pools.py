@@ -34,13 +34,13 @@ class PoolState:
     @property
     def open(self) -> list[Replica]:
         """Those that take requests."""
-        return [replica for replica in self.replicas.values() if not replica.draining]
+        return [replica for replica in list(self.replicas.values()) if not replica.draining]
 
     def flights(self) -> Iterator[Flight]:
-        """All that runs or waits."""
-        for replica in self.replicas.values():
-            yield from replica.flights.values()
-        yield from self.held
+        """All that runs or waits, as of now: metrics are read from another thread."""
+        for replica in list(self.replicas.values()):
+            yield from list(replica.flights.values())
+        yield from list(self.held)
 
     def check_room(self, choices: int) -> None:
         """Raise QueueFullError where so many more are too many for the replicas that are there.

@@ -1,0 +1,101 @@
+"""`thinkfold deploy`: replicas behind one door, on Ray Serve."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from thinkfold.cli.fleet_settings import Deployment, load_deployment
+from thinkfold.cli.serve import access_rules, server_options, warm_prefixes
+from thinkfold.errors import EngineDeadError, ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thinkfold.server.access.gate import Access
+    from thinkfold.server.prefixes import WarmPrefix
+    from thinkfold.server.state import ServerOptions
+
+
+LOCAL = "127.0.0.1"  # a cluster of this machine alone is for nobody else
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "deploy",
+        allow_abbrev=False,
+        help="serve with replicas and tiers on Ray Serve",
+        description="Reads a YAML file of pools (see docs/scale.md) and serves it, here until a signal, or with "
+        "--address on a cluster, where it stays until `serve shutdown`.",
+    )
+    parser.add_argument("config", metavar="FILE", help="the YAML file")
+    parser.add_argument("--address", help="a running cluster, such as auto; without it one is started here")
+    parser.add_argument("--check", action="store_true", help="read the file, say what it would start, and end")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve. Raises ParameterError for a file that is wrong, EngineDeadError if the application does not start."""
+    found = load_deployment(args.config)
+    if args.check:
+        for name, pool in found.fleet.pools.items():
+            counts = pool.replicas
+            print(f"{name}: {counts.min} to {counts.max} replicas of {pool.engine.model}, {pool.cpus:g} CPUs and "
+                  f"{pool.gpus:g} GPUs each")  # fmt: skip
+        return 0
+    with deployed(found, args.address) as url:
+        print(f"thinkfold serves {', '.join(found.fleet.pools)} at {url}", flush=True)
+        if args.address is None:
+            _wait_for_signal()
+    return 0
+
+
+@contextmanager
+def deployed(found: Deployment, address: str | None = None) -> Iterator[str]:
+    """The URL of the running application. One that was started here ends with the context, and Ray with it."""
+    try:
+        import ray
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+    except ModuleNotFoundError as error:
+        raise ParameterError("deploy", f"needs {error.name}: pip install 'thinkfold[ray]'") from None
+    from thinkfold.deploy.ray_serve.app import build_application
+
+    fleet = found.fleet
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init("local", _node_ip_address=LOCAL, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    else:
+        ray.init(address)
+    try:
+        serve.start(http_options={"host": fleet.host, "port": fleet.port})
+        serve.run(build_application(fleet, partial(services, found)), name=fleet.name, route_prefix="/")
+        yield f"http://{fleet.host}:{fleet.port}/v1"
+    except RayServeException as error:
+        raise EngineDeadError(f"the application does not start: {error}") from None
+    finally:
+        if address is None:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def services(found: Deployment) -> tuple[ServerOptions, Access, Sequence[WarmPrefix]]:
+    """What the door goes by, read where it runs. Raises ParameterError."""
+    options = replace(server_options(found.serve), tiers=found.fleet.tiers())
+    return options, access_rules(found.serve, os.environ), warm_prefixes(found.serve)
+
+
+def _wait_for_signal() -> None:
+    """Until SIGINT or SIGTERM."""
+    over = threading.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: over.set())
+    while not over.wait(1.0):
+        pass

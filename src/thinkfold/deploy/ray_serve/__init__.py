@@ -1,0 +1,1 @@
+"""A fleet on Ray Serve: an ingress with the server's APIs, and one deployment of replicas a tier."""

@@ -1,0 +1,96 @@
+"""An application of Pebble replicas on a Ray of this machine, and how tests look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from thinkfold.cli.deploy import deployed
+from thinkfold.cli.fleet_settings import parse_deployment
+
+PATIENCE_S = 120.0
+CONFIG = {
+    "engine": {"model": "pebble", "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_bytes": 32 * 1024 * 1024},
+    "default": "quick",
+    "pools": {
+        "quick": {"budget": 1024, "replicas": 2, "cpus": 0.1, "drain_s": 30},
+        "deep": {
+            "budget": 2048,
+            "replicas": {"min": 1, "max": 3, "target": 0.6, "up_delay_s": 0.0, "down_delay_s": 2.0},
+            "cpus": 0.1,
+            "drain_s": 60,
+            "engine": {"kv_cache_bytes": 8 * 1024 * 1024},
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    url: str
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url, api_key="unused", max_retries=0, timeout=PATIENCE_S)
+
+    def http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url.removesuffix("/v1"), timeout=PATIENCE_S)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum over all samples that have these labels."""
+        async with self.http() as http:
+            text = (await http.get("/metrics")).text
+        samples = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(value) for found, value in samples if all(each in found for each in wanted))
+
+    async def open_replicas(self, pool: str) -> int:
+        return int(await self.metric("thinkfold_pool_replicas", pool=pool, state="open"))
+
+    async def until_open(self, pool: str, wanted: Callable[[int], bool]) -> None:
+        """Wait until the number of a pool's replicas is as it should be."""
+        until = time.monotonic() + PATIENCE_S
+        while not wanted(found := await self.open_replicas(pool)):
+            assert time.monotonic() < until, f"{pool} has {found} replicas"
+            await asyncio.sleep(0.25)
+
+    def cores(self, pool: str) -> list[str]:
+        """Names of a pool's cores."""
+        from ray.util import list_named_actors
+
+        return sorted(a["name"] for a in list_named_actors(True) if a["name"].startswith(f"thinkfold/{pool}/"))
+
+    def kill(self, core: str) -> None:
+        """End a core's process at once."""
+        import ray
+
+        ray.kill(ray.get_actor(core, namespace="thinkfold"))
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Start it, and end it with all of its processes."""
+    os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with deployed(parse_deployment({**CONFIG, "port": port})) as url:
+        found = Cluster(url)
+        asyncio.run(_ready(found))
+        yield found
+
+
+async def _ready(found: Cluster) -> None:
+    until = time.monotonic() + PATIENCE_S
+    async with found.http() as http:
+        while (await http.get("/ready")).status_code != 200:
+            assert time.monotonic() < until, "the application does not become ready"
+            await asyncio.sleep(0.25)
+    await found.until_open("quick", lambda count: count == 2)
