@@ -14,10 +14,10 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12)
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && echo $$p && break; done)
 
-.PHONY: help setup demo test check format reference bench clean
+.PHONY: help setup demo test test-ray check format reference bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install everything (once; again after pyproject.toml or constraints.txt change)
 
@@ -30,13 +30,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # One thread is as fast as two for a few rows, and does not stall beside a busy process.
-demo test check: export OMP_NUM_THREADS ?= 1
+demo test test-ray check: export OMP_NUM_THREADS ?= 1
 
 demo: setup  ## start a server, ask the embedded reasoner one question, watch it think
 	@$(BIN)/python scripts/demo.py
 
 test: setup  ## all tests
 	$(TESTS)
+
+test-ray: setup  ## replicas on Ray Serve; installs ray
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	THINKFOLD_TEST_RAY=1 $(BIN)/python -m pytest -q tests/ray
 
 check: setup  ## format, lint, types, tests: what CI runs
 	$(BIN)/ruff format --check .

@@ -28,7 +28,7 @@ CONFIG = {
             "replicas": {"min": 1, "max": 3, "target": 0.6, "up_delay_s": 0.0, "down_delay_s": 2.0},
             "cpus": 0.1,
             "drain_s": 60,
-            "engine": {"kv_cache_bytes": 8 * 1024 * 1024},
+            "engine": {"kv_cache_bytes": 16 * 1024 * 1024},
         },
     },
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from scripted import OPEN_PROMPT, ids, loop, make_engine
@@ -17,8 +17,6 @@ from thinkfold.engine.client import ThreadClient
 from thinkfold.engine.messages import Command, EngineStats, Event, ModelInfo, News, Ready
 from thinkfold.server.tiers import ServedTier
 from thinkfold.types import EngineRequest, Tier
-
-BEGUN = 3  # launches after which a request has surely told something
 
 
 class LocalCore:
@@ -41,6 +39,11 @@ class LocalCore:
         if isinstance(command, EngineRequest):
             self.heard.append(command.request_id)
         self._client.send(command)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it stands at its gate, or is about to: from now on it tells nothing."""
+        return not self.gate.is_set()
 
     def break_link(self, reason: str = "killed") -> None:
         """The core has gone without a word."""
@@ -105,6 +108,15 @@ class Cores:
             await core.stop()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for `condition`; cores are threads, and the machine may be busy."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the condition did not become true")
+
+
 CONFIG = EngineConfig(max_num_seqs=2, max_waiting=2, own_process=False, fold_policy="off")
 
 
@@ -126,10 +138,7 @@ async def running(fleet: Fleet, cores: Mapping[str, str]) -> AsyncIterator[tuple
 
     engine = await start_fleet(fleet, seek)
     try:
-        for _ in range(1000):
-            if sum(len(pool.replicas) for pool in engine.fleet.pools.values()) == len(cores):
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(len(pool.replicas) for pool in engine.fleet.pools.values()) == len(cores))
         yield engine, found[0]
     finally:
         for core in found[0].all.values():

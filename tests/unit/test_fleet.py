@@ -7,9 +7,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from fleet_stand_in import CONFIG, fleet_of, running
+from fleet_stand_in import CONFIG, fleet_of, running, until
 from scripted import OPEN_PROMPT, ids
-from server_stand_in import eventually
 
 from thinkfold.engine.commands import Prefill
 from thinkfold.errors import ConflictError, EngineDeadError, NotFoundError, QueueFullError, ReplicaLostError
@@ -45,7 +44,7 @@ async def test_requests_run_on_all_replicas_and_their_statistics_are_one():
         assert [(reasoning(each), answer(each)) for each in found] == [("a" * 9, "B C")] * 4
         assert len(cores["a"].heard) == len(cores["b"].heard) == 2
         assert engine.model.num_pages == engine.stats().pages_total == 800
-        await eventually(lambda: engine.stats().requests_by_reason == {"stop": 4})
+        await until(lambda: engine.stats().requests_by_reason == {"stop": 4})
         assert engine.stats().generated_tokens == sum(core.stats.generated_tokens for core in cores.all.values())
 
 
@@ -54,7 +53,7 @@ async def test_a_request_of_which_nothing_was_told_begins_again_elsewhere():
         for core in cores.all.values():
             core.gate.clear()
         request = asyncio.create_task(follow(engine, "r"))
-        await eventually(lambda: cores["a"].heard or cores["b"].heard)
+        await until(lambda: cores["a"].heard or cores["b"].heard)
         first = cores.of("r")
         for core in cores.all.values():
             if core is not first:
@@ -94,13 +93,13 @@ async def test_news_of_a_replica_that_has_gone_count_for_nothing():
         for core in cores.all.values():
             core.gate.clear()
         request = asyncio.create_task(follow(engine, "r"))
-        await eventually(lambda: cores["a"].heard or cores["b"].heard)
+        await until(lambda: cores["a"].heard or cores["b"].heard)
         first = cores.of("r")
         engine.fleet.lose(first.name, "no sign of life")  # it lives on, and will tell all that it does
         for core in cores.all.values():
             core.gate.set()
         assert reasoning(await request) == "a" * 9
-        await eventually(lambda: all(core.stats.requests_by_reason == {"stop": 1} for core in cores.all.values()))
+        await until(lambda: all(core.stats.requests_by_reason == {"stop": 1} for core in cores.all.values()))
 
 
 async def test_without_a_replica_requests_wait_for_one_and_can_be_given_up():
@@ -109,7 +108,7 @@ async def test_without_a_replica_requests_wait_for_one_and_can_be_given_up():
         assert engine.health().alive and engine.health().reason == "no replica of one is ready"
         waits = asyncio.create_task(follow(engine, "waits"))
         gone, cancelled = (asyncio.create_task(follow(engine, name)) for name in ("gone", "cancelled"))
-        await eventually(lambda: len(engine.fleet.pools["one"].held) == 3)
+        await until(lambda: len(engine.fleet.pools["one"].held) == 3)
         assert engine.stats().waiting == 3
         with pytest.raises(ConflictError, match="waits for a replica"):
             await engine.pause("waits")
@@ -118,7 +117,7 @@ async def test_without_a_replica_requests_wait_for_one_and_can_be_given_up():
         gone.cancel()
         await engine.cancel("cancelled")
         assert (await cancelled)[-1].outputs[0].finish_reason is FinishReason.ABORT
-        await eventually(lambda: len(engine.fleet.pools["one"].held) == 1)
+        await until(lambda: len(engine.fleet.pools["one"].held) == 1)
         cores.start("b", "one")
         assert reasoning(await waits) == "a" * 9
         assert engine.health().ready
@@ -130,10 +129,11 @@ async def test_a_draining_replica_ends_what_it_has_begun_and_the_rest_moves():
         cores["a"].shut_after = 8
         begun = engine.generate(PROMPT, GREEDY, LONG, request_id="begun")
         outputs = [await anext(begun)]
+        await until(lambda: cores["a"].waits)
         moves = asyncio.create_task(follow(engine, "moves", prompt=prompt_about("something else")))
-        await eventually(lambda: "moves" in cores["a"].heard)
+        await until(lambda: "moves" in cores["a"].heard)
         cores.start("b", "one")
-        await eventually(lambda: len(engine.fleet.pools["one"].replicas) == 2)
+        await until(lambda: len(engine.fleet.pools["one"].replicas) == 2)
         engine.fleet.drain("a")
         assert reasoning(await moves) == "a" * 9
         assert cores["b"].heard == ["moves"]
@@ -147,8 +147,8 @@ async def test_a_draining_replica_ends_what_it_has_begun_and_the_rest_moves():
 
 async def test_orders_and_handles_reach_the_replica_that_runs_the_request():
     async with running(fleet_of("one"), TWO) as (engine, cores):
-        until = Until(max_tokens=5)
-        parts = await asyncio.gather(*(follow(engine, n, prompt=prompt_about(n), until=until) for n in ("x", "y")))
+        short = Until(max_tokens=5)
+        parts = await asyncio.gather(*(follow(engine, n, prompt=prompt_about(n), until=short) for n in ("x", "y")))
         handles = [outputs[-1].outputs[0].handle for outputs in parts]
         assert cores.of("x") is not cores.of("y")
         for name, handle in zip(("x", "y"), handles, strict=True):
@@ -156,7 +156,7 @@ async def test_orders_and_handles_reach_the_replica_that_runs_the_request():
             core.gate.clear()
             stream = engine.extend(handle.id, request_id=f"{name}-more")
             first = asyncio.create_task(anext(stream))
-            await eventually(lambda core=core: any(getattr(c, "handle", "") for c in core.commands))
+            await until(lambda core=core: any(getattr(c, "handle", "") for c in core.commands))
             core.gate.set()
             outputs = [await first, *[output async for output in stream]]
             assert answer(outputs) == "B C"
@@ -176,8 +176,9 @@ async def test_live_control_of_a_running_request():
             core.shut_after = 8
         stream = engine.generate(PROMPT, GREEDY, LONG, request_id="r")
         outputs = [await anext(stream)]
+        await until(lambda: cores.of("r").waits)
         ending = asyncio.create_task(engine.end_thinking("r"))
-        await eventually(lambda: len(cores.of("r").commands) == 2)
+        await until(lambda: len(cores.of("r").commands) == 2)
         cores.of("r").gate.set()
         await ending
         outputs += [output async for output in stream]
@@ -191,8 +192,9 @@ async def test_an_order_whose_replica_goes_gets_an_error():
         cores["a"].shut_after = 8
         stream = engine.generate(PROMPT, GREEDY, LONG, request_id="r")
         await anext(stream)
+        await until(lambda: cores["a"].waits)
         pause = asyncio.create_task(engine.pause("r"))
-        await eventually(lambda: len(cores["a"].commands) == 2)
+        await until(lambda: len(cores["a"].commands) == 2)
         cores["a"].break_link()
         with pytest.raises(ReplicaLostError):
             await pause
@@ -218,7 +220,7 @@ async def test_each_tier_has_its_pool_and_its_queue():
         assert (cores["a"].heard, cores["b"].heard) == (["x"], ["y"])
         cores["b"].gate.clear()
         full = [asyncio.create_task(follow(engine, f"w{i}", service=two)) for i in range(4)]
-        await eventually(lambda: len(cores["b"].heard) == 5)
+        await until(lambda: len(cores["b"].heard) == 5)
         with pytest.raises(QueueFullError) as caught:
             await follow(engine, "z", service=two)
         assert caught.value.retry_after == 3.0
@@ -232,8 +234,8 @@ async def test_pins_are_everywhere_also_where_a_replica_comes_later():
         await engine.prefill("p", PROMPT * 3, owner="me")
         assert [(pin.name, pin.tokens) for pin in await engine.pinned("me")] == [("p", 40)]
         late = cores.start("c", "one")
-        await eventually(lambda: any(isinstance(command, Prefill) for command in late.commands))
-        await eventually(lambda: late.stats.pages_by_class.get("pinned", 0) == 10)
+        await until(lambda: any(isinstance(command, Prefill) for command in late.commands))
+        await until(lambda: late.stats.pages_by_class.get("pinned", 0) == 10)
         gone = await engine.forget("me")
         assert gone["prefixes"] == 3
         assert await engine.pinned("me") == []
@@ -243,13 +245,15 @@ async def test_pins_are_everywhere_also_where_a_replica_comes_later():
 
 async def test_the_next_turn_is_computed_where_the_conversation_is():
     async with running(fleet_of("one"), TWO) as (engine, cores):
-        turn = prompt_about("a long question that fills some blocks of sixteen tokens, " * 3)
-        for name in ("x", "y"):
-            await follow(engine, name, prompt=[*turn, *ids(name)])
-            await engine.prefill(f"ahead-{name}", [*turn, *ids(name * 40)], idle=True, ttl_s=60)
-        assert [core for core in cores.all.values() if any(isinstance(c, Prefill) for c in core.commands)]
+        talks = {name: prompt_about(f"{name} asks " * 30) for name in ("xavier", "yvonne")}
+        await asyncio.gather(*(follow(engine, name, prompt=talk) for name, talk in talks.items()))
+        assert cores.of("xavier") is not cores.of("yvonne")
+        for name, talk in talks.items():
+            await engine.prefill(f"ahead-{name}", [*talk, *ids("and so on " * 30)], idle=True, ttl_s=60)
+            ahead = [command.request_id for command in cores.of(name).commands if isinstance(command, Prefill)]
+            assert ahead == [f"ahead-{name}"]
         with pytest.raises(ConflictError, match="no replica knows"):
-            await engine.prefill("ahead", prompt_about("somebody else's"), idle=True)
+            await engine.prefill("ahead", prompt_about("somebody else's " * 9), idle=True)
 
 
 async def test_stopping_ends_what_runs_and_the_engine_says_so():
@@ -257,7 +261,7 @@ async def test_stopping_ends_what_runs_and_the_engine_says_so():
         for core in cores.all.values():
             core.gate.clear()
         request = asyncio.create_task(follow(engine, "r"))
-        await eventually(lambda: cores["a"].heard or cores["b"].heard)
+        await until(lambda: cores["a"].heard or cores["b"].heard)
         await engine.stop()
         with pytest.raises(EngineDeadError, match="stopped"):
             await request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -179,6 +180,8 @@ def ended(tokens: int, peak: int, reason=FinishReason.STOP) -> RequestOutput:
 def test_the_predicted_peak_is_learned():
     demand = Demand()
     assert demand.entries(demand.need(request_of(n=2))) == 2100, "all that it may write, while nothing is known"
+    some = replace(request_of(), thinking=ThinkingPolicy(True, 300, "default", answer_reserve=100))
+    assert demand.entries(demand.need(some)) == 500, "what it may think, and an answer"
     for _ in range(40):
         need = demand.need(request_of())
         demand.progress(need, ended(400, 300))

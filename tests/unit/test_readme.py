@@ -53,7 +53,7 @@ def anchors(page: Path) -> set[str]:
 
 def inline(page: Path) -> list[list[str]]:
     """`thinkfold` commands within a sentence or a table that name more than the command."""
-    found = re.findall(r"`(thinkfold (?:serve|ask|eval|calibrate|bench) [^`]+)`", page.read_text())
+    found = re.findall(r"`(thinkfold (?:serve|deploy|ask|eval|calibrate|bench) [^`]+)`", page.read_text())
     return [shlex.split(text) for text in found if "NAME" not in text]
 
 
@@ -119,9 +119,9 @@ def test_there_is_something_to_test() -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     wanted = {words[1] for words in ALL_COMMANDS if words[0] == "make"}
-    wanted |= {m for page in PAGES for m in re.findall(r"`make ([a-z]+)", page.read_text())}
+    wanted |= {m for page in PAGES for m in re.findall(r"`make ([a-z-]+)", page.read_text())}
     assert wanted
     assert wanted <= targets
 

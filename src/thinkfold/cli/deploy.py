@@ -1,8 +1,10 @@
+# pyright: reportMissingImports=false
 """`thinkfold deploy`: replicas behind one door, on Ray Serve."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import threading
@@ -71,7 +73,9 @@ def deployed(found: Deployment, address: str | None = None) -> Iterator[str]:
     fleet = found.fleet
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init("local", _node_ip_address=LOCAL, include_dashboard=False, log_to_driver=False, logging_level="warning")
+        ray.init(
+            "local", _node_ip_address=LOCAL, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+        )
     else:
         ray.init(address)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,10 @@ def _pool(name: str, written: Any, shared: EngineConfig) -> Pool:
     where = f"pools.{name}"
     table = dict(_table(where, written))
     own = {key: table.pop(key) for key in _POOL if key in table}
-    tier = parse_tier(name, table)
+    try:
+        tier = parse_tier(name, table)
+    except ParameterError as error:
+        raise type(error)(error.field.replace("tiers", "pools", 1), error.message) from None
     engine = replace(shared, **_engine(f"{where}.engine", own.pop("engine", None)))
     counts = own.pop("replicas", 1)
     if type(counts) is int:
@@ -88,13 +91,13 @@ def _values(where: str, table: Mapping[str, Any], cls: Any) -> dict[str, Any]:
     return {name: checked(cls, name, value, f"{where}.{name}") for name, value in table.items()}
 
 
-def _table(where: str, written: Any, names: Any = None) -> Mapping[str, Any]:
+def _table(where: str, written: Any, names: Sequence[str] | None = None) -> Mapping[str, Any]:
     """A table that holds nothing but `names`; one that is left out is empty. Raises ParameterError."""
     if written is None:
         return {}
     if not isinstance(written, Mapping):
         raise ParameterError(where, f"must be a table, got {written!r:.60}")
     unknown = next((name for name in written if names is not None and name not in names), None)
-    if unknown is not None:
+    if names is not None and unknown is not None:
         raise ParameterError(f"{where}.{unknown!s:.60}", f"there is no such field, there are {', '.join(names)}")
     return written

@@ -25,7 +25,7 @@ class Need:
 
 
 class Demand:
-    """Predicts for one pool. Nothing is known at first: then a request is taken to write all that it may."""
+    """Predicts for one pool. While nothing is known a request is taken to think as long as it may, and to answer."""
 
     def __init__(self) -> None:
         self._lengths = LengthForecast()
@@ -37,8 +37,9 @@ class Demand:
             most = request.until.max_tokens if request.until is not None else None
             expected = most or self._lengths.quantile(SHARE) or 0
             return Need(0, request.n, expected, expected)
-        limit = request.sampling.max_tokens or 1
-        return Need(len(request.prompt_token_ids), request.sampling.n, limit, self._expected(0, limit))
+        limit, thinking = request.sampling.max_tokens or 1, request.thinking
+        most = limit if thinking.budget is None else min(limit, thinking.budget + thinking.answer_reserve)
+        return Need(len(request.prompt_token_ids), request.sampling.n, limit, self._expected(0, most))
 
     def entries(self, need: Need) -> int:
         """KV entries at its peak."""

@@ -93,13 +93,21 @@ class Flight:
         outputs = [_last_news(index, self.told.get(index), reason) for index in open_choices]
         message = str(failure) if failure is not None else None
         known = self.last or self.request
+        news = RequestOutput(self.name, outputs, self._policy, Costs(), finished=True, error=message, failure=failure)
         if isinstance(known, RequestOutput):
-            costs, more = known.costs, {"policy": known.policy, "fold": known.fold, "limits": known.limits}
-        elif isinstance(known, EngineRequest):
-            costs, more = Costs(), {"policy": known.thinking, "fold": known.fold, "limits": known.limits}
-        else:
-            costs, more = Costs(), {"policy": ThinkingPolicy(True, None, "default")}
-        return RequestOutput(self.name, outputs, costs=costs, finished=True, error=message, failure=failure, **more)
+            news.costs = known.costs
+        if isinstance(known, RequestOutput | EngineRequest):
+            news.fold, news.limits = known.fold, known.limits
+        return news
+
+    @property
+    def _policy(self) -> ThinkingPolicy:
+        """As it was told last; of a part that has told nothing it is not known here."""
+        if self.last is not None:
+            return self.last.policy
+        return (
+            self.request.thinking if isinstance(self.request, EngineRequest) else ThinkingPolicy(True, None, "default")
+        )
 
 
 def lost(replica: str, reason: str) -> ReplicaLostError:

@@ -1,8 +1,10 @@
+# pyright: reportMissingImports=false
 """Puts the parts together: one Serve application of an ingress and its pools."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
@@ -25,7 +27,7 @@ def build_application(fleet: Fleet, services: Services) -> Application:
     """What `serve.run` takes."""
     pools = [_pool(fleet, pool) for pool in fleet.pools.values()]
     front = front_config(fleet)
-    ingress = serve.deployment(
+    ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
         name=INGRESS,
         num_replicas=1,
@@ -48,7 +50,7 @@ def _pool(fleet: Fleet, pool: Pool) -> Application:
         aggregation_function="max",
         policy=policy,
     )
-    deployment = serve.deployment(
+    deployment: Any = serve.deployment(
         Replica,
         name=pool.name,
         autoscaling_config=scaling,

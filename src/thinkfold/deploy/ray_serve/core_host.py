@@ -20,6 +20,7 @@ from thinkfold.errors import EngineDeadError
 from thinkfold.types import EngineRequest, RequestOutput
 
 _CHECK_S = 0.05
+_LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,8 @@ class CoreHost:
         assert self._ready is not None, "it is loaded"
         for name in list(self._needs):
             self._core.send(Abort(name))
-        self._reader, self._told = reader, [self._ready]
-        if self._draining:
-            self._told.append(Draining())
+        self._reader, self._told = reader, []
+        self._told += [self._ready, *([Draining()] if self._draining else [])]
         self._news.set()
         while self._reader == reader:
             await self._news.wait()
@@ -122,8 +122,9 @@ class CoreHost:
         while self._needs and self._dead is None and time.monotonic() < until:
             await asyncio.sleep(_CHECK_S)
         await asyncio.to_thread(self._core.stop)
+        until = time.monotonic() + _LAST_WORDS_S
         while self._told and self._reader and time.monotonic() < until:
-            await asyncio.sleep(_CHECK_S)  # the reader fetches the last news
+            await asyncio.sleep(_CHECK_S)  # the reader fetches the last news, if it is still there
 
     @property
     def _core(self) -> CoreClient:

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Finds the cores of an application by their names, and keeps a link to each: a stream of events, batches of commands.
 
 Batches go one after the other: so they arrive in order, and a batch grows while one is away.
@@ -11,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -63,7 +64,7 @@ class CoreLink:
         """Until the core has gone."""
         reason = "it has ended"
         try:
-            core = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
+            core: Any = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
             sender = asyncio.create_task(self._send_all(core))
             try:
                 async for batch in core.events.options(num_returns="streaming").remote(self._reader):
@@ -124,7 +125,7 @@ class Finder:
 
     async def _look(self) -> None:
         """Link to cores that are new, and forget those that have gone. A name never comes back."""
-        actors = await asyncio.to_thread(list_named_actors, True)
+        actors = cast(list[dict[str, str]], await asyncio.to_thread(list_named_actors, True))
         names = {actor["name"] for actor in actors if actor["namespace"] == NAMESPACE}
         for name in names - self._links.keys():
             pool = next((pool for prefix, pool in self._prefixes.items() if name.startswith(prefix)), None)

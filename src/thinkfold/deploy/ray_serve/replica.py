@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """A replica as Ray Serve sees it: starts a core in an actor of its own, asks after it, and drains it at the end.
 
 The core is an actor beside the replica, not the replica itself: the ingress speaks with it directly, on a stream that
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -36,7 +38,8 @@ class Replica:
         self._drain_s = pool.drain_s
         options = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "max_concurrency": 64}
         name = f"{whose.prefix}{uuid.uuid4().hex[:8]}"
-        self._core = ray.remote(CoreHost).options(name=name, namespace=NAMESPACE, **options).remote(pool.engine)
+        actor: Any = ray.remote(CoreHost)
+        self._core = actor.options(name=name, namespace=NAMESPACE, **options).remote(pool.engine)
         await self._core.loaded.remote()
 
     async def check_health(self) -> None:
