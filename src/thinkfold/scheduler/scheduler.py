@@ -26,6 +26,7 @@ from thinkfold.scheduler.launched import Launched
 from thinkfold.scheduler.output import BatchRow, StepPlan
 from thinkfold.scheduler.pressure import PressureLadder
 from thinkfold.scheduler.tiers import TierShares
+from thinkfold.scheduler.twins import had_better_wait
 from thinkfold.types import FinishReason
 
 
@@ -200,10 +201,7 @@ class Scheduler:
 
     def branches(self) -> Iterator[Branch]:
         """All branches that hold or may hold memory."""
-        yield from self.running
-        yield from self.waiting
-        yield from self.parking.branches
-        yield from self.sides
+        yield from (*self.running, *self.waiting, *self.parking.branches, *self.sides)
 
     def fork_side(self, parent: Branch, side: Branch, *, redo: bool) -> None:
         """Let a probe start from all tokens of `parent` that are known; `redo`: it asks for the last one's logits."""
@@ -261,6 +259,8 @@ class Scheduler:
         if branch.inflight or not self._steer(branch):  # preempted a moment ago: its last token is still to come
             return None
         if self._admission is not None and not self._admission.admits(branch, self.running, self.kv.usage()):
+            return None
+        if not (branch.num_computed_tokens or self._stuck) and had_better_wait(branch, self.running, self.kv):
             return None
         row = self._readmit(branch, budget) if branch.num_computed_tokens else self._start(branch, budget)
         if branch.status is BranchStatus.WAITING and not self.folds.pressing:
