@@ -22,11 +22,13 @@ import torch
 
 from thinkfold.cli import bench, rows
 from thinkfold.errors import ParameterError
+from thinkfold.fold import gate
 from thinkfold.fold.budgets import FoldBudgets
 from thinkfold.kv.summary import SummaryGrowth
 from thinkfold.runner.attention_facts import AttentionFacts
 from thinkfold.runner.folder import Folder
 from thinkfold.runner.query_store import QueryStore
+from thinkfold.runner.shard import WHOLE, OwnHeads
 from thinkfold.runner.storage import KVStorage
 from thinkfold.runner.summary_tables import SummaryTables
 from thinkfold.scheduler.output import BatchRow, FoldCommit, FoldPrepare
@@ -93,8 +95,13 @@ class Slot:
         first = (span + 1) * heads
         mine = [[first + head * blocks + i for i in range(blocks)] for head in range(heads)]
         growth = SummaryGrowth([shape.entries] * heads, [0] * heads, mine)
-        folder = Folder(storage, tables, queries, FoldBudgets(shape.layers, shape.kv_heads), facts)
+        own = OwnHeads(WHOLE, shape.layers, shape.kv_heads, heads)
+        folder = Folder(storage, tables, queries, FoldBudgets(shape.layers, shape.kv_heads), facts, own)
         return cls(folder, prepare, now, FoldCommit(0, 0, order, growth))
+
+    def judge(self) -> torch.Tensor:
+        """Prepare the fold; its error, 0-d."""
+        return gate.error_of(self.folder.prepare(self.prepare, self.now))
 
 
 def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -120,7 +127,7 @@ def measure(filled: Slot, device: torch.device, runs: int) -> dict[str, float]:
     times: dict[str, list[tuple[float, float]]] = {"prepare": [], "commit": []}
     with torch.no_grad():
         for _ in range(runs + 3):
-            times["prepare"].append(timed(lambda: filled.folder.prepare(filled.prepare, filled.now), device))
+            times["prepare"].append(timed(filled.judge, device))
             times["commit"].append(timed(lambda: filled.folder.commit(filled.commit), device))
     return {
         f"{half}_{what}_ms": median(pair[i] for pair in pairs[3:]) * 1000

@@ -38,6 +38,7 @@ class EngineConfig:
     `load_format` dummy makes random weights, for benchmarks.
     `dtype` auto is the checkpoint's on a GPU and float32 on a CPU.
     `device` is auto, cpu, cuda or cuda:N.
+    `tensor_parallel_size` splits the model and its KV heads over so many GPUs from `device` on, or processes of a CPU.
     `max_model_len` bounds prompt and output together; None takes the model's own length.
     `max_num_seqs` bounds the branches that run at once.
     `max_num_batched_tokens` is the token budget of one step.
@@ -47,9 +48,9 @@ class EngineConfig:
     `max_handles` bounds the kept states of branches; one more drives out the one not used for longest.
     `handle_ttl_s` is the seconds after which an unused one goes.
     `page_size` is the tokens of one KV page: 8, 16, 32 or 64.
-    `kv_cache_bytes` fixes the KV pool; None sizes it by a profiling run.
+    `kv_cache_bytes` fixes the KV pool, of each rank if there are several; None sizes it by a profiling run.
     `kv_cache_dtype` model is the model's dtype; fp8_e4m3 has a scale a token and head; auto measures which of them.
-    `swap_space_bytes` is host memory for KV that leaves the device; 0 is none.
+    `swap_space_bytes` is host memory for KV that leaves the device, of each rank; 0 is none.
     `gpu_memory_utilization` is the share of the device (of free memory on a CPU) to stay within.
     `enable_prefix_caching` shares the KV of equal visible prefixes between requests.
     `turn_ahead` computes in idle steps what a chat's next turn will begin with, where templates strip its thinking.
@@ -91,6 +92,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
@@ -139,7 +141,8 @@ class EngineConfig:
     attention_backend: Literal["auto", "reference", "triton"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_handles"):
+        counts = ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_handles")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"must be at least 1, got {getattr(self, name)}")
         for name, allowed in _CHOICES.items():

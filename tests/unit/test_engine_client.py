@@ -14,6 +14,7 @@ from thinkfold.engine.messages import Abort
 
 class Idle:
     has_work = has_news = urgent = idle = has_requests = False
+    ranks = None
     orders, handles = types.SimpleNamespace(take=list), types.SimpleNamespace(expire=bool)
     prefixes = types.SimpleNamespace(expire=bool, answered=[])
 

@@ -12,7 +12,7 @@ from thinkfold.attention.fp8 import FP8
 from thinkfold.config import EngineConfig
 from thinkfold.pebble import pebble_path
 from thinkfold.runner.attention_facts import AttentionFacts
-from thinkfold.runner.kv_check import TOLERANCE, output_errors
+from thinkfold.runner.kv_check import TOLERANCE, output_squares
 from thinkfold.runner.model_runner import ModelRunner
 
 MEMORY = 1 << 24
@@ -77,12 +77,17 @@ def test_the_error_is_of_what_each_query_sees() -> None:
     keys, values = torch.randn(2, 2, 1, 12, 8, generator=generator).double()
     queries = torch.randn(2, 2, 4, 8, generator=generator).double()
     facts = AttentionFacts(0.35, torch.tensor([False, True]), None, 4)
-    errors = output_errors(queries, keys, values, [5, 6], facts)
+
+    def output_errors(values: torch.Tensor) -> torch.Tensor:
+        moved, whole = output_squares(queries, keys, values, [5, 6], facts).unbind(1)
+        return (moved / whole).sqrt()
+
+    errors = output_errors(values)
     assert ((errors > 0.005) & (errors < 0.1)).all()
     later, earlier = values.clone(), values.clone()
     later[:, :, 7:] = torch.nan
-    assert torch.equal(output_errors(queries, keys, later.nan_to_num(1e5), [5, 6], facts), errors)
+    assert torch.equal(output_errors(later.nan_to_num(1e5)), errors)
     earlier[:, :, :2] = 1e5
-    changed = output_errors(queries, keys, earlier, [5, 6], facts)
+    changed = output_errors(earlier)
     assert changed[0] != errors[0]
     assert changed[1] == errors[1]

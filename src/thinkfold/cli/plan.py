@@ -1,7 +1,8 @@
 """`thinkfold plan`: how many requests a card will carry and how fast, reckoned from a model's configuration.
 
 Nothing is measured and no weights are read. Sessions are what admission would start, a step is as fast as memory can
-be read; what the CUDA context, activations and graphs take is an assumption (`--overhead`).
+be read; what the CUDA context, activations and graphs take is an assumption (`--overhead`). Of a model over several
+cards, memory is that of each.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "dtype",
+    "tensor_parallel_size",
     "max_model_len",
     "max_num_seqs",
     "page_size",
@@ -150,7 +152,9 @@ def _ratio(value: float, base: float) -> float:
 def shown(found: dict[str, Any], config: EngineConfig) -> str:
     """The plan for people; a GB is 10^9 bytes."""
     load, first = found["load"], found["kv"]["model"]
+    cards = config.tensor_parallel_size
     lines = [
+        *([f"on each of {cards} cards, without the time that they take to add up what each has:"] if cards > 1 else []),
         f"{found['model']}: weights {first['weight_bytes'] / 1e9:.1f} GB, "
         f"folds of {config.max_num_seqs} requests {first['fold_bytes'] / 1e9:.2f} GB",
         f"requests of {load['prompt']:,} prompt, {load['thinking']:,} thinking and {load['answer']:,} answer tokens",

@@ -97,7 +97,7 @@ class FilledRunner:
         runner._memory.queries.place(plan.rows)
         if news.faults:
             raise RuntimeError(f"a fold failed: {news.faults[0][1]}")
-        return plan, True, news.errors
+        return plan, True, [] if news.results is None else list(zip(news.folds, news.results[:, 0], strict=True))
 
     def collect(self, pending: Any) -> StepResult:
         plan, filled, rest = pending

@@ -11,29 +11,46 @@ from thinkfold.engine.answer_grammars import AnswerGrammars
 from thinkfold.engine.branch_controls import make_control
 from thinkfold.engine.capacity import reserve_pages
 from thinkfold.engine.core import EngineCore
+from thinkfold.engine.device import Runner
 from thinkfold.engine.language import Language, load_language
 from thinkfold.engine.messages import ModelInfo
 from thinkfold.kv.manager import KVManager
+from thinkfold.kv.shards import Shards
 from thinkfold.runner.model_runner import ModelRunner
+from thinkfold.runner.ranks import Start, start_ranks
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.scheduler import Scheduler
 from thinkfold.types import EngineRequest
 
 
-def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
+def build_core(config: EngineConfig, start: Start | None = None) -> tuple[EngineCore, ModelInfo]:
     """Load the model of `config` and return a core ready to step.
 
-    Raises ParameterError or UnsupportedError for a model that cannot be loaded or served.
+    A model split over several ranks has processes for the others, or what `start` starts, which the core's `ranks`
+    end. Raises ParameterError or UnsupportedError for a model that cannot be loaded or served.
     """
     language = load_language(config)
     family = language.family
-    runner = ModelRunner(
-        config,
-        end_marker_id=family.end_token_id if family else None,
-        eos_token_ids=language.vocabulary.eos_ids,
-    )
-    reserve = reserve_pages(runner.budgets, config, runner.num_pages) if family else 0
-    kv = _memory(runner, config, reserve)
+    ends = {"end_marker_id": family.end_token_id if family else None, "eos_token_ids": language.vocabulary.eos_ids}
+    if config.tensor_parallel_size == 1:
+        return _core(config, language, ModelRunner(config, **ends))
+    runner, ranked = start_ranks(config, start, **ends)
+    try:
+        core, model = _core(config, language, runner, ranked)
+    except BaseException:
+        ranked.close()
+        raise
+    core.ranks = ranked
+    return core, model
+
+
+def _core(
+    config: EngineConfig, language: Language, runner: ModelRunner, device: Runner | None = None
+) -> tuple[EngineCore, ModelInfo]:
+    """The core of a runner; it steps what is behind it as `device`, the runner itself if that is None."""
+    family, shards = language.family, Shards(runner.shards, runner.num_kv_heads)
+    reserve = reserve_pages(runner.budgets, config, runner.num_pages, shards) if family else 0
+    kv = _memory(runner, config, reserve, shards)
     capacity = (runner.num_pages - reserve) * config.page_size
     admission = Admission(capacity, config.page_size, config.admission_risk)
     scheduler = Scheduler(
@@ -49,7 +66,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         depth = 1 if runner.device.type == "cuda" else 0
     make_control = partial(_make_control, language, AnswerGrammars(language, runner.vocab_size))
     core = EngineCore(
-        runner,
+        device or runner,
         scheduler,
         make_control,
         page_bytes=runner.page_bytes,
@@ -60,8 +77,13 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         window=runner.window,
         kv_quantisation_error=runner.fp8_error or 0.0,
     )
+    return core, _info(config, language, runner, capacity)
+
+
+def _info(config: EngineConfig, language: Language, runner: ModelRunner, capacity: int) -> ModelInfo:
+    family = language.family
     enforced = family is not None and bool(family.force_ids)
-    model = ModelInfo(
+    return ModelInfo(
         name=config.served_model_name or config.model,
         model_type=runner.model_type,
         max_model_len=runner.max_model_len,
@@ -78,10 +100,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
         fp8_error=runner.fp8_error,
         abilities=own_abilities(thinks=family is not None, enforced=enforced),
     )
-    return core, model
 
 
-def _memory(runner: ModelRunner, config: EngineConfig, reserve: int) -> KVManager:
+def _memory(runner: ModelRunner, config: EngineConfig, reserve: int, shards: Shards) -> KVManager:
     return KVManager(
         runner.num_pages,
         config.page_size,
@@ -90,6 +111,7 @@ def _memory(runner: ModelRunner, config: EngineConfig, reserve: int) -> KVManage
         page_blocks=runner.budgets.page_blocks,
         reserve_pages=reserve,
         host_pages=runner.host_pages,
+        shards=shards,
     )
 
 

@@ -9,6 +9,8 @@ from thinkfold.engine.messages import ModelInfo
 from thinkfold.errors import CapacityError
 from thinkfold.fold.budgets import FoldBudgets
 from thinkfold.fold.estimate import FoldShape
+from thinkfold.kv.blocks import ONE_RANK
+from thinkfold.kv.shards import Shards
 from thinkfold.types import FoldMode, FoldPolicy
 
 
@@ -36,9 +38,9 @@ def most_output_tokens(prompt_tokens: int, fold: FoldPolicy, model: ModelInfo) -
     return max(1, bisect_right(range(room + 1), model.kv_capacity, key=peak) - 1)
 
 
-def reserve_pages(budgets: FoldBudgets, config: EngineConfig, num_pages: int) -> int:
+def reserve_pages(budgets: FoldBudgets, config: EngineConfig, num_pages: int, shards: Shards = ONE_RANK) -> int:
     """Pages kept for the summary of one segment, so that a fold succeeds when no page is free."""
     _, numbers = config.fold_numbers
     counts = budgets.counts(numbers.entries, numbers.max_segment_tokens, config.page_size)
-    blocks = sum(-(-count // config.page_size) for count in counts)
-    return min(-(-blocks // (budgets.page_blocks or len(counts))), num_pages // 4)
+    blocks = [-(-count // config.page_size) for count in counts]
+    return min(shards.pages(blocks, budgets.page_blocks or len(counts)), num_pages // 4)

@@ -6,6 +6,7 @@ Events are handed to `on_event` on the caller's event loop. Knows nothing about 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import multiprocessing
@@ -72,8 +73,10 @@ class ProcessClient:
         self._inbox.cancel_join_thread()  # commands that a hung core never reads must not keep this process from ending
         self._outbox = context.Queue()
         self._process = context.Process(
-            target=_run_process, args=(build, config, self._inbox, self._outbox), name="thinkfold-core", daemon=True
+            target=_run_process, args=(build, config, self._inbox, self._outbox), name="thinkfold-core"
         )
+        # A daemon would end with this process, too, but it may have no children, such as other ranks.
+        atexit.register(self._process.kill)
         self._process.start()
         post = _post_to(asyncio.get_running_loop(), on_event)
         self._reader = threading.Thread(target=self._read, args=(post,), name="thinkfold-events", daemon=True)
@@ -90,6 +93,7 @@ class ProcessClient:
             self._process.kill()
             self._process.join()
         self._reader.join(_JOIN_S)
+        atexit.unregister(self._process.kill)
 
     def _read(self, post: Callable[[Event], None]) -> None:
         while True:

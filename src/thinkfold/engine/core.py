@@ -12,11 +12,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from thinkfold.control.parts import PartControl
 from thinkfold.engine.costs import CostMeter
 from thinkfold.engine.counters import counters
+from thinkfold.engine.device import OtherRanks, Runner
 from thinkfold.engine.handles import Handles
 from thinkfold.engine.ledger import Ledger
 from thinkfold.engine.messages import EngineStats
@@ -39,13 +40,6 @@ from thinkfold.types import (
 )
 
 
-class Runner(Protocol):
-    """The device side of a step (see `runner.model_runner.ModelRunner`)."""
-
-    def launch(self, plan: StepPlan) -> Any: ...
-    def collect(self, pending: Any) -> StepResult: ...
-
-
 class EngineCore:
     """Runs requests to their end; every accepted request gets exactly one final output."""
 
@@ -65,6 +59,7 @@ class EngineCore:
         kv_quantisation_error: float = 0.0,
     ) -> None:
         self._runner = runner
+        self.ranks: OtherRanks | None = None
         self._scheduler = scheduler
         self._make_control = make_control
         self._page_bytes = page_bytes

@@ -15,8 +15,9 @@ from typing import Protocol
 from thinkfold.config import EngineConfig
 from thinkfold.engine.commands import Order
 from thinkfold.engine.core import EngineCore
+from thinkfold.engine.device import OtherRanks
 from thinkfold.engine.messages import Abort, Command, Dead, Event, ModelInfo, News, Ready, Stop
-from thinkfold.errors import ParameterError
+from thinkfold.errors import EngineDeadError, ParameterError
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +41,28 @@ def run_core(
     inbox: Inbox,
     send: Callable[[Event], None],
 ) -> None:
-    """Build the core and serve until `Stop` or a failure; the last event is always `Dead`."""
+    """Build the core and serve until `Stop` or a failure, then end its other ranks; the last event is always `Dead`."""
+    ranks: OtherRanks | None = None
     try:
         core, model = build(config)
+        ranks = core.ranks
         gc.collect()
         gc.freeze()  # modules, model and graphs stay: no collection need look at them again
         send(Ready(model))
         _serve(core, inbox, send)
     except ParameterError as error:
         send(Dead(str(error), error))
+    except EngineDeadError as error:
+        logger.error("the engine core has failed: %s", error)
+        send(Dead(str(error)))
     except BaseException as error:  # a panic of the tokenizer's Rust code is no Exception
         logger.exception("the engine core has failed")
         send(Dead(f"{type(error).__name__}: {error}"))
     else:
         send(Dead(""))
     finally:
+        if ranks is not None:
+            ranks.close()
         gc.unfreeze()  # or the model would stay for as long as the process
 
 
@@ -63,6 +71,8 @@ def _serve(core: EngineCore, inbox: Inbox, send: Callable[[Event], None]) -> Non
     idle_checked = True
     while True:
         commands = _commands(inbox, wait=not core.has_work)
+        if core.ranks is not None:
+            core.ranks.check()
         for command in commands:
             if isinstance(command, Stop):
                 return

@@ -14,6 +14,7 @@ from thinkfold.config import EngineConfig
 from thinkfold.engine.capacity import reserve_pages
 from thinkfold.errors import CapacityError, ParameterError
 from thinkfold.fold.estimate import FoldShape, middle
+from thinkfold.kv.shards import Shards
 from thinkfold.runner import loader, sizing
 from thinkfold.runner.loader import LoadedModel
 from thinkfold.runner.memory import DeviceMemory, fold_budgets
@@ -50,7 +51,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Memory of one engine. `fold_bytes` are what folds need beside the pool; `reserve` pages hold no raw entry."""
+    """Memory of one engine, on each card if it has several.
+
+    `fold_bytes` are what folds need beside the pool; `reserve` pages hold no raw entry.
+    """
 
     weight_bytes: int
     fold_bytes: int
@@ -66,7 +70,7 @@ class Pool:
 
     @property
     def entry_bytes(self) -> float:
-        """KV of a token in all layers and heads."""
+        """KV of a token in all layers and heads of a card."""
         return self.page_bytes / self.page_size
 
 
@@ -77,7 +81,7 @@ class Outlook:
     `peak` and `mean` are stored entries of a request; `sessions` run at whatever ages, `spread` at evenly spread ones;
     `read` entries of the whole batch are read by a step of `spread` sessions, in `step_s` seconds at best. From `bend`
     sessions on a step reads more KV than weights, and more sessions add less and less. `answers_h` end in an hour;
-    `byte_seconds` of KV are held for one.
+    `byte_seconds` of KV are held for one, on all cards. What cards tell each other in a step is not counted.
     """
 
     policy: FoldMode
@@ -119,7 +123,8 @@ class Planner:
                 f"{config.max_num_seqs} take {fold_bytes / 1e9:.1f} and the rest {card.overhead / 1e9:.1f}: "
                 "nothing is left for KV",
             )
-        reserve = reserve_pages(memory.budgets, config, pages)
+        ranks, heads = config.tensor_parallel_size, memory.budgets.num_kv_heads
+        reserve = reserve_pages(memory.budgets, config, pages, Shards(ranks, heads))
         return Pool(self._weights.total, fold_bytes, memory.page_bytes, config.page_size, pages, reserve)
 
     def outlook(self, pool: Pool, load: Load, policy: FoldMode) -> Outlook:
@@ -151,7 +156,7 @@ class Planner:
             bend=self._weights.read(batch) / (read / batch * pool.entry_bytes),
             tokens_per_s=spread / step,
             answers_h=spread * 3600 / seconds,
-            byte_seconds=read / batch * pool.entry_bytes * seconds,
+            byte_seconds=read / batch * pool.entry_bytes * self._config.tensor_parallel_size * seconds,
         )
 
     def _most(self, pool: Pool, course: _Course, ages: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ class FoldBudgets:
             shape = f"{len(weights)} layers of {' or '.join(str(len(layer)) for layer in weights[:1])} KV heads"
             raise ParameterError(FIELD, f"{path.name} is for {shape}, the model has {num_layers} of {num_kv_heads}")
         return cls(num_layers, num_kv_heads, _flat(weights), conclusion, _flat(mass))
+
+    def repeated(self, times: int) -> FoldBudgets:
+        """The table of a model whose KV heads are held `times` each, one behind the other."""
+        weights, mass = ([number for number in table for _ in range(times)] for table in (self.weights, self.mass))
+        return replace(self, num_kv_heads=self.num_kv_heads * times, weights=tuple(weights), mass=tuple(mass))
 
     @property
     def calibrated(self) -> bool:

@@ -10,7 +10,18 @@ from thinkfold.fold.segments import Entries, Segments, Summary, attend
 
 
 def estimate(held_out: Segments, summary: Summary | Entries) -> Tensor:
-    """Relative error of the attention output over the whole context, one number in `[0, 1]` a fold, `[F]`.
+    """Relative error of the attention output over the whole context, one number in `[0, 1]` a fold, `[F]`."""
+    return error_of(squares(held_out, summary))
+
+
+def error_of(squares: Tensor) -> Tensor:
+    """What `squares` `[F, L, 2]` of all heads come to, `[F]`: those of some heads and of others may be added."""
+    by_layer = squares[..., 0] / squares[..., 1].clamp(min=torch.finfo(squares.dtype).tiny)
+    return by_layer.sqrt().clamp(max=1.0).mean(-1)
+
+
+def squares(held_out: Segments, summary: Summary | Entries) -> Tensor:
+    """The error and the attention output over the whole context, squared and summed over rows and heads, `[F, L, 2]`.
 
     `held_out` holds the segments with queries that the selector has not seen; only the late ones are read. Where memory
     keeps a summary in fewer bits, its entries as they read back stand in its place. With o_B and
@@ -38,5 +49,4 @@ def estimate(held_out: Segments, summary: Summary | Entries) -> Tensor:
     moved = folded_share.unsqueeze(-1) * folded - share.unsqueeze(-1) * output
     error = moved.square().sum(-1) + (folded_share - share).square() * length
     whole = (share.unsqueeze(-1) * output).square().sum(-1) + (1.0 - share).square() * length
-    by_layer = error.sum((-2, -1)) / whole.sum((-2, -1)).clamp(min=torch.finfo(rows.dtype).tiny)
-    return by_layer.sqrt().clamp(max=1.0).mean(-1)
+    return torch.stack([error.sum((-2, -1)), whole.sum((-2, -1))], -1)

@@ -2,7 +2,8 @@
 
 A block is a place of `page_size` entries of one KV head of one layer; block id = page * page_blocks
 + index. A page has as many blocks as there are heads, or more where summaries are kept in fewer bits.
-Any head of any branch may hold any block of an open page.
+Any head of any branch may hold any block of an open page that lies on its rank: of N ranks, each has
+the next N-th of a page's blocks.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from dataclasses import dataclass
 
 from thinkfold.kv.pages import PageClass, PagePool
 from thinkfold.kv.quarantine import Quarantine
+from thinkfold.kv.shards import Shards
+
+ONE_RANK = Shards()
 
 
 @dataclass(slots=True, eq=False)
 class _OpenPage:
     page: int
     refs: list[int]  # of each of its blocks
-    free: list[int]
+    free: list[list[int]]  # by rank
     lent: int = 0  # blocks that somebody holds
     last_read: int = -1  # the last step that may use a block released so far
 
@@ -31,12 +35,14 @@ class HeadBlocks:
     launched before its release has finished.
     """
 
-    def __init__(self, pool: PagePool, page_blocks: int) -> None:
+    def __init__(self, pool: PagePool, page_blocks: int, shards: Shards = ONE_RANK) -> None:
         self._pool = pool
         self._page_blocks = page_blocks
+        self._shards = shards
+        self._own = page_blocks // shards.count  # blocks of a page on one rank
         self._pages: dict[int, _OpenPage] = {}
         self._quarantine: Quarantine[tuple[_OpenPage, int]] = Quarantine()
-        self._num_free = 0  # blocks that open pages can lend now
+        self._num_free = [0] * shards.count  # blocks that open pages can lend now, by rank
 
     def pages(self) -> Iterator[int]:
         """All open pages."""
@@ -47,32 +53,43 @@ class HeadBlocks:
         page, index = divmod(block, self._page_blocks)
         return self._pages[page].refs[index]
 
-    def pages_for(self, blocks: int) -> int:
-        """Pages that `blocks` blocks fill."""
-        return -(-blocks // self._page_blocks)
+    def pages_for(self, wanted: Sequence[int]) -> int:
+        """Pages that `wanted` blocks by head fill."""
+        return self._shards.pages(wanted, self._page_blocks)
 
-    def pages_needed(self, count: int) -> int:
-        """Pages that `allocate(count)` would open."""
-        return self.pages_for(max(0, count - self._num_free))
+    def pages_needed(self, wanted: Sequence[int]) -> int:
+        """Pages that `allocate(wanted)` would open."""
+        missing = max(w - free for w, free in zip(self._shards.totals(wanted), self._num_free, strict=True))
+        return -(-max(0, missing) // self._own)
 
-    def allocate(self, count: int) -> list[int]:
-        """Lend `count` blocks, of the fullest open pages first, so that the others run empty.
+    def allocate(self, wanted: Sequence[int]) -> list[int]:
+        """Lend `wanted` blocks by head, one head's after the other's: of the fullest open pages first, so that the
+        others run empty.
 
         Raises IndexError if the pool has not the pages that `pages_needed` says.
         """
-        open_pages = [p for p in self._pages.values() if p.free] if count else []
-        open_pages.sort(key=lambda p: (len(p.free), p.page))
-        for _ in range(self.pages_needed(count)):
-            open_pages.append(self._open())
+        before = list(self._pages.values())
+        opened = [self._open() for _ in range(self.pages_needed(wanted))]
+        totals = self._shards.totals(wanted)
+        lent = [self._lend(rank, count, before, opened) if count else [] for rank, count in enumerate(totals)]
+        if len(lent) == 1:
+            return lent[0]
+        own = [iter(blocks) for blocks in lent]
+        return [next(own[self._shards.of(head)]) for head, count in enumerate(wanted) for _ in range(count)]
+
+    def _lend(self, rank: int, count: int, before: list[_OpenPage], opened: list[_OpenPage]) -> list[int]:
+        """`count` blocks of one rank from pages open `before`, the fullest first, and then from new ones."""
+        open_pages = sorted((p for p in before if p.free[rank]), key=lambda p: (len(p.free[rank]), p.page)) + opened
+        self._num_free[rank] -= count
         blocks: list[int] = []
         for page in open_pages:
-            taken = min(count - len(blocks), len(page.free))
+            free = page.free[rank]
+            taken = min(count - len(blocks), len(free))
             for _ in range(taken):
-                index = page.free.pop()
+                index = free.pop()
                 page.refs[index] = 1
                 blocks.append(page.page * self._page_blocks + index)
             page.lent += taken
-        self._num_free -= count
         return blocks
 
     def retain(self, block: int) -> None:
@@ -116,21 +133,24 @@ class HeadBlocks:
                 self._lendable(page, index)
 
     def _open(self) -> _OpenPage:
-        number = self._pool.allocate(PageClass.SUMMARY)
-        count = self._page_blocks
-        page = self._pages[number] = _OpenPage(number, [0] * count, list(range(count - 1, -1, -1)))
-        self._num_free += count
+        number, own = self._pool.allocate(PageClass.SUMMARY), self._own
+        free = [list(range((rank + 1) * own - 1, rank * own - 1, -1)) for rank in range(self._shards.count)]
+        page = self._pages[number] = _OpenPage(number, [0] * self._page_blocks, free)
+        for rank in range(self._shards.count):
+            self._num_free[rank] += own
         return page
 
     def _close(self, page: _OpenPage) -> None:
         """The pool keeps the page in quarantine for its blocks."""
         del self._pages[page.page]
-        self._num_free -= len(page.free)
+        for rank, free in enumerate(page.free):
+            self._num_free[rank] -= len(free)
         self._pool.release(page.page, page.last_read)
 
     def _lendable(self, page: _OpenPage, index: int) -> None:
-        page.free.append(index)
-        self._num_free += 1
+        rank = index // self._own
+        page.free[rank].append(index)
+        self._num_free[rank] += 1
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless references equal the blocks listed by all holders."""
@@ -139,12 +159,15 @@ class HeadBlocks:
         for number, page in self._pages.items():
             assert page.page == number and page.lent > 0, f"page {number} is open and lends nothing"
             assert page.lent == sum(refs > 0 for refs in page.refs), f"page {number} miscounts what it lent"
-            assert len(set(page.free)) == len(page.free), f"page {number} has a block free twice"
-            assert all(page.refs[index] == 0 for index in page.free), f"page {number} has a lent block free"
-            lost = self._page_blocks - page.lent - len(page.free) - waiting[number]
+            places = [(index, rank) for rank, free in enumerate(page.free) for index in free]
+            assert len(set(places)) == len(places), f"page {number} has a block free twice"
+            assert all(page.refs[index] == 0 for index, _ in places), f"page {number} has a lent block free"
+            assert all(index // self._own == rank for index, rank in places), f"page {number} mixes up its ranks"
+            lost = self._page_blocks - page.lent - len(places) - waiting[number]
             assert lost == 0, f"page {number} has lost {lost} blocks"
             for index, refs in enumerate(page.refs):
                 block = number * self._page_blocks + index
                 assert refs == held.pop(block, 0), f"block {block}: {refs} references, not as many holders"
         assert not held, f"blocks {sorted(held)} are held and belong to no open page"
-        assert self._num_free == sum(len(p.free) for p in self._pages.values()), "free blocks are miscounted"
+        free = [sum(len(p.free[rank]) for p in self._pages.values()) for rank in range(self._shards.count)]
+        assert self._num_free == free, "free blocks are miscounted"

@@ -34,11 +34,12 @@ class GrowthPlan:
         return cls(summary, page_size, list(counts), new, copied)
 
     @property
-    def num_blocks(self) -> int:
-        return sum(self.new) + sum(self.copied)
+    def blocks(self) -> list[int]:
+        """Fresh blocks by head."""
+        return [new + copied for new, copied in zip(self.new, self.copied, strict=True)]
 
     def grow(self, blocks: Iterable[int], share: float = 1.0) -> tuple[SummaryTable, SummaryGrowth]:
-        """The longer summary, with `num_blocks` fresh blocks; lists of the old one stay as they are.
+        """The longer summary, with fresh `blocks`, one head's after the other's; lists of the old one stay as they are.
 
         `share` of a raw entry's memory is what one of its entries takes.
         """
@@ -80,11 +81,12 @@ class Replacement:
         ]
 
     @property
-    def num_blocks(self) -> int:
-        return sum(self.counts) // self.page_size
+    def blocks(self) -> list[int]:
+        """Fresh blocks by head."""
+        return [count // self.page_size for count in self.counts]
 
     def make(self, blocks: Iterable[int]) -> tuple[SummaryTable, SummaryGrowth]:
-        """The summary with `num_blocks` fresh blocks in the place of the old ones."""
+        """The summary with fresh `blocks` in the place of the old ones."""
         summary, size, fresh = self.summary, self.page_size, iter(blocks)
         assert not any(count % size for count in self.counts), "blocks in the middle of a summary are full"
         new = [[next(fresh) for _ in range(count // size)] for count in self.counts]

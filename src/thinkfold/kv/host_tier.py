@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from thinkfold.kv.blocks import HeadBlocks
+from thinkfold.kv.blocks import ONE_RANK, HeadBlocks
 from thinkfold.kv.pages import PageClass, PagePool
+from thinkfold.kv.shards import Shards
 
 
 class HostTier:
     """Host pages and host head blocks by the same arithmetic as on the device; nothing is shared here."""
 
-    def __init__(self, num_pages: int, page_blocks: int) -> None:
+    def __init__(self, num_pages: int, page_blocks: int, shards: Shards = ONE_RANK) -> None:
         self.num_pages = num_pages
         self._pool = PagePool(num_pages)
-        self._blocks = HeadBlocks(self._pool, page_blocks)
+        self._blocks = HeadBlocks(self._pool, page_blocks, shards)
 
     @property
     def num_used(self) -> int:
         """Host pages that hold something, those opened for blocks included."""
         return sum(self._pool.counts().values())
 
-    def fits(self, pages: int, blocks: int) -> bool:
-        """Whether so many pages and head blocks can be had now."""
+    def fits(self, pages: int, blocks: Sequence[int]) -> bool:
+        """Whether so many pages, and head blocks by head, can be had now."""
         return pages + self._blocks.pages_needed(blocks) <= self._pool.num_free
 
     def take_pages(self, classes: Sequence[PageClass]) -> list[int]:
         """A host page for each class. Raises IndexError where `fits` is false."""
         return [self._pool.allocate(page_class) for page_class in classes]
 
-    def take_blocks(self, count: int) -> list[int]:
-        """`count` host head blocks. Raises IndexError where `fits` is false."""
-        return self._blocks.allocate(count)
+    def take_blocks(self, wanted: Sequence[int]) -> list[int]:
+        """Host head blocks by head, one head's after the other's. Raises IndexError where `fits` is false."""
+        return self._blocks.allocate(wanted)
 
     def class_of(self, page: int) -> PageClass:
         """The class that the page had on the device."""

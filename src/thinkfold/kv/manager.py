@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from thinkfold.errors import ParameterError
-from thinkfold.kv.blocks import HeadBlocks
+from thinkfold.kv.blocks import ONE_RANK, HeadBlocks
 from thinkfold.kv.growth import GrowthPlan, Replacement, written_blocks
 from thinkfold.kv.host_tier import HostTier
 from thinkfold.kv.integrity import check_memory
@@ -20,6 +20,7 @@ from thinkfold.kv.pages import PageClass, PagePool
 from thinkfold.kv.prefixes import SharedPrefixes
 from thinkfold.kv.radix import Namespace
 from thinkfold.kv.room import Room
+from thinkfold.kv.shards import Shards
 from thinkfold.kv.summary import SummaryGrowth, SummaryTable
 from thinkfold.kv.table import HostPlaces, PageTable
 from thinkfold.kv.work import KVWork, WorkList
@@ -30,7 +31,7 @@ class KVManager:
 
     Pages opened for summaries lend `page_blocks` head blocks, one for each of the `num_heads` (layer, KV head)
     pairs where it is 0. `reserve_pages` are for summaries only, so that a fold succeeds when nothing else is
-    free; what returns fills them up first. `host_pages` is the size of the host tier.
+    free; what returns fills them up first. `host_pages` is the host tier's size, `shards` say which rank a head is on.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class KVManager:
         page_blocks: int = 0,
         reserve_pages: int = 0,
         host_pages: int = 0,
+        shards: Shards = ONE_RANK,
     ) -> None:
         if not 0 <= reserve_pages < num_pages:
             raise ParameterError("reserve_pages", f"must be in [0, {num_pages}), got {reserve_pages}")
@@ -52,10 +54,10 @@ class KVManager:
         self._pool = PagePool(num_pages)
         page_blocks = page_blocks or num_heads
         self.summary_share = num_heads / page_blocks  # of a raw entry's memory that one of a summary takes
-        self._blocks = HeadBlocks(self._pool, page_blocks)
+        self._blocks = HeadBlocks(self._pool, page_blocks, shards)
         self.prefixes = SharedPrefixes(self._pool, page_size, enabled=enable_prefix_caching)
         self._room = Room(self._pool, self.prefixes, self._blocks, reserve_pages)
-        self._host = HostTier(host_pages, page_blocks)
+        self._host = HostTier(host_pages, page_blocks, shards)
         self._work = WorkList()
         self._launched = -1  # the last launched step: it may still read what is released now
 
@@ -201,15 +203,15 @@ class KVManager:
 
     def blocks_needed(self, table: PageTable, counts: Sequence[int]) -> int:
         """Head blocks that a fold of `counts` entries by head would take, copies-on-write included."""
-        return self._growth(table, counts).num_blocks
+        return sum(self._growth(table, counts).blocks)
 
     def pages_for_fold(self, counts: Sequence[int]) -> int:
         """Pages that a fold's head blocks fill; no fold of a branch without forks opens more."""
-        return self._blocks.pages_for(sum(map(self.pages_for, counts)))
+        return self._blocks.pages_for([*map(self.pages_for, counts)])
 
     def has_room(self, counts: Sequence[int]) -> bool:
         """Whether a fold of `counts` entries by head would find its head blocks now."""
-        return self._room.holds_blocks(sum(map(self.pages_for, counts)))
+        return self._room.holds_blocks([*map(self.pages_for, counts)])
 
     def fold(self, table: PageTable, first_page: int, num_pages: int, counts: Sequence[int]) -> SummaryGrowth | None:
         """Replace full raw pages by a summary of `counts` entries by head; all or nothing.
@@ -221,13 +223,12 @@ class KVManager:
         pages = self._span(table, first_page, num_pages)
         plan = self._growth(table, counts)
         last = [blocks[-1] for blocks in table.summary.blocks if blocks]
-        if self._work.fills(pages, last) or not self._room.make_for_blocks(plan.num_blocks):
+        if self._work.fills(pages, last) or not self._room.make_for_blocks(plan.blocks):
             return None
-        table.summary, growth = plan.grow(self._blocks.allocate(plan.num_blocks), self.summary_share)
+        table.summary, growth = plan.grow(self._blocks.allocate(plan.blocks), self.summary_share)
         read = [source for _, source, _ in growth.copies]
         self._work.fold(pages, read, written_blocks(table.summary, growth, self.page_size))
-        for block in read:
-            self._release_block(block)
+        self._release_blocks(read)
         self.drop_pages(table, first_page, num_pages)
         return growth
 
@@ -238,12 +239,11 @@ class KVManager:
         """
         plan = Replacement(table.summary, self.page_size, places, length, list(counts))
         old = plan.old
-        if self._work.writes([], old) or not self._room.make_for_blocks(plan.num_blocks):
+        if self._work.writes([], old) or not self._room.make_for_blocks(plan.blocks):
             return None
-        table.summary, growth = plan.make(self._blocks.allocate(plan.num_blocks))
+        table.summary, growth = plan.make(self._blocks.allocate(plan.blocks))
         self._work.fold([], old, chain.from_iterable(growth.new_blocks))
-        for block in old:
-            self._release_block(block)
+        self._release_blocks(old)
         return growth
 
     def shared(self, pages: Iterable[int]) -> bool:
@@ -257,8 +257,7 @@ class KVManager:
         for block in chain.from_iterable(summary.blocks):
             self._blocks.retain(block)
         table.summary = summary
-        for block in chain.from_iterable(before.blocks):
-            self._release_block(block)
+        self._release_blocks(chain.from_iterable(before.blocks))
         self.drop_pages(table, first_page, num_pages)
 
     def drop_pages(self, table: PageTable, first_page: int, num_pages: int) -> None:
@@ -269,7 +268,7 @@ class KVManager:
 
     def offload(self, table: PageTable, first_page: int, num_pages: int) -> bool:
         """Move full raw pages to the host for good; False, and nothing changes, if they cannot go now."""
-        if not self._host.fits(num_pages, 0):
+        if not self._host.fits(num_pages, []):
             return False
         pages = self._span(table, first_page, num_pages)
         if self._work.writes(pages, []):
@@ -285,11 +284,11 @@ class KVManager:
         or if that step has memory work that writes to it (`settled`).
         """
         assert not table.swapped, "a branch is swapped out once"
-        blocks = list(chain.from_iterable(table.summary.blocks))
+        blocks, wanted = list(chain.from_iterable(table.summary.blocks)), [*map(len, table.summary.blocks)]
         stored = self.pages_for(table.kv_len)
-        if not self.settled(table) or not self._host.fits(stored, len(blocks)):
+        if not self.settled(table) or not self._host.fits(stored, wanted):
             return False
-        places = iter(self._host.take_blocks(len(blocks)))
+        places = iter(self._host.take_blocks(wanted))
         host = HostPlaces([], [[next(places) for _ in head] for head in table.summary.blocks])
         for block, place in zip(blocks, chain.from_iterable(host.blocks), strict=True):
             self._work.block_out(block, place)
@@ -303,11 +302,11 @@ class KVManager:
         """Bring a branch back to fresh pages of its own, with `headroom` pages left available; else False."""
         host = table.host
         assert host is not None, "only a branch that was swapped out comes back"
-        blocks = list(chain.from_iterable(host.blocks))
-        needed = len(host.pages) + self._blocks.pages_needed(len(blocks))
+        blocks, wanted = list(chain.from_iterable(host.blocks)), [*map(len, host.blocks)]
+        needed = len(host.pages) + self._blocks.pages_needed(wanted)
         if needed + headroom > self.num_available or not self._room.make(needed):
             return False
-        fresh = iter(self._blocks.allocate(len(blocks)))
+        fresh = iter(self._blocks.allocate(wanted))
         table.summary = replace(table.summary, blocks=[[next(fresh) for _ in head] for head in host.blocks])
         for place, block in zip(blocks, chain.from_iterable(table.summary.blocks), strict=True):
             self._work.block_in(place, block)
@@ -347,7 +346,7 @@ class KVManager:
         assert not table.swapped, "a branch on the host cannot be folded"
         assert 0 <= first_page <= end <= table.kv_len // self.page_size, "a span is made of full pages"
         pages = table.pages[first_page:end]
-        shared = first_page < table.published or any(self._pool.in_tree(page) for page in pages)
+        shared = first_page < table.published or any(map(self._pool.in_tree, pages))
         assert not shared, "pages of the shared prefix are never folded"
         return pages
 
@@ -370,8 +369,9 @@ class KVManager:
         self._pool.release(page, self._launched + self._work.uses_page(page))
         self.prefixes.note_idle(page)
 
-    def _release_block(self, block: int) -> None:
-        self._blocks.release(block, self._launched + self._work.uses_block(block))
+    def _release_blocks(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._blocks.release(block, self._launched + self._work.uses_block(block))
 
     def _release_device(self, table: PageTable) -> None:
         """Return a branch's pages and head blocks; entries and lengths stay."""
@@ -379,8 +379,7 @@ class KVManager:
         table.published = 0
         table.parted = False
         blocks = list(chain.from_iterable(table.summary.blocks))
-        for block in self._blocks.release_pages(blocks, self._launched + self._work.uses_blocks):
-            self._release_block(block)
+        self._release_blocks(self._blocks.release_pages(blocks, self._launched + self._work.uses_blocks))
 
     def _release_host(self, pages: Iterable[int], blocks: Iterable[int]) -> None:
         for page in pages:

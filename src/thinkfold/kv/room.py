@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from thinkfold.kv.blocks import HeadBlocks
 from thinkfold.kv.pages import PagePool
 from thinkfold.kv.prefixes import SharedPrefixes
@@ -35,11 +37,11 @@ class Room:
             return True
         return self._prefixes.evict(missing) and pages + keep <= self._pool.num_free  # evicted pages may still be read
 
-    def make_for_blocks(self, blocks: int) -> bool:
-        """Have pages for so many head blocks; the reserve comes after the tree's idle pages."""
+    def make_for_blocks(self, blocks: Sequence[int]) -> bool:
+        """Have pages for so many head blocks by head; the reserve comes after the tree's idle pages."""
         pages = self._blocks.pages_needed(blocks)
         return self.make(pages) or self.make(pages, of_reserve=True)
 
-    def holds_blocks(self, blocks: int) -> bool:
-        """Whether pages for so many head blocks are free or idle, the reserve included."""
+    def holds_blocks(self, blocks: Sequence[int]) -> bool:
+        """Whether pages for so many head blocks by head are free or idle, the reserve included."""
         return self._blocks.pages_needed(blocks) <= self._pool.num_free + self._pool.num_idle

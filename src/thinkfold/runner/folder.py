@@ -20,6 +20,7 @@ from thinkfold.fold.compaction import local_attention, rotate
 from thinkfold.fold.segments import Entries, Segments, Summary
 from thinkfold.runner.attention_facts import AttentionFacts
 from thinkfold.runner.query_store import QueryStore
+from thinkfold.runner.shard import OwnHeads
 from thinkfold.runner.storage import KVStorage
 from thinkfold.runner.summary_tables import SummaryTables
 from thinkfold.runner.transfer import to_device
@@ -40,7 +41,10 @@ class _Prepared:
 
 
 class Folder:
-    """Prepares and commits folds of one KV storage. Everything is a function of the fold's own span and queries."""
+    """Prepares and commits folds of one KV storage: of all heads, or of one rank's, in its own numbers.
+
+    Everything is a function of the fold's own span and queries.
+    """
 
     def __init__(
         self,
@@ -49,16 +53,18 @@ class Folder:
         queries: QueryStore,
         budgets: FoldBudgets,
         facts: AttentionFacts,
+        heads: OwnHeads,
     ) -> None:
         self._storage = storage
         self._tables = tables
         self._queries = queries
         self._budgets = budgets
         self._facts = facts
+        self._own = heads
         self._prepared: dict[int, _Prepared] = {}
 
     def prepare(self, work: FoldPrepare, now: int | None) -> Tensor:
-        """Choose what stays of a span and keep it under `fold_id`; the gate's estimate as a 0-d tensor.
+        """Choose what stays of a span and keep it under `fold_id`; the gate's squares of own heads, `[L, 2]`.
 
         `now` is the logical position that the slot computes next, None where that is not known.
         """
@@ -69,7 +75,7 @@ class Folder:
         (places,) = to_device([work.pages if work.blocks is None else work.blocks], self._storage.tensor.device)
         keys, values = (self._storage.read_span if work.blocks is None else self._storage.read_blocks)(places)
         layers, heads, tokens, _ = keys.shape
-        counts = self._budgets.counts(work.entries, tokens, self._tables.page_size)
+        counts = self._own.of(self._budgets.counts(work.entries, tokens, self._tables.page_size))
         positions = self._queries.positions(work.slot, now)
         chosen_by, judged_by = (
             self._segments(work, positions, keys, values) if positions else self._alone(work, keys, values)
@@ -78,14 +84,15 @@ class Folder:
             counts = [tokens] * len(counts)
             summary = Summary(torch.arange(tokens, device=keys.device).expand(1, layers, heads, -1))
         else:
-            selector = selectors.create(work.selector, **self._budgets.options(work.selector))
+            options = {name: self._own.of(table) for name, table in self._budgets.options(work.selector).items()}
+            selector = selectors.create(work.selector, **options)
             summary = selector.select(chosen_by, torch.tensor(counts).view(layers, heads))
         kept = counts if summary.pooled is not None or summary.indices.shape[-1] else [0] * len(counts)
         packed, entries = None, summary.entries(keys[None], values[None])
         if self._storage.layout is not None:
             packed, entries = in_blocks(entries, self._storage.layout)
         self._prepared[work.fold_id] = _Prepared(summary, kept, packed)
-        return gate.estimate(judged_by, entries)[0]
+        return gate.squares(judged_by, entries)[0]
 
     def drop(self, fold_id: int) -> None:
         """Forget a prepared fold, if there is one."""

@@ -163,22 +163,30 @@ class StepGraphs:
         for samples that no graph can draw: then `logits` holds theirs. Raises ValueError as
         `Packer.pack` does.
         """
-        memory, rows = self._memory, plan.rows
-        lines, sinks = memory.tables.rows([row.slot for row in rows]), memory.queries.place(rows)
-        host = pinned(num_words(bucket), self._buffer.device)
-        inputs = self._packer.pack(host.numpy(), bucket, plan, lines, sinks)
         captured = all(map(self._sampler.has_fixed_shapes, samples))
-        if captured:
-            pack_samples(inputs, samples, self._sampler)
-        self._pages.update(rows)
-        self._buffer[: len(host)].copy_(host, non_blocking=True)
-        self._forwards[bucket, bool(sinks[0]) or max(lines) >= 0]()
-        self.replays += 1
+        self.forward(bucket, plan, samples if captured else [])
         if not captured:
             return None
         if samples:
             self._draws[bucket.rows, draws_of(samples)]()
         return self._out[: bucket.rows * OUT]
+
+    @torch.no_grad()
+    def forward(self, bucket: Bucket, plan: StepPlan, drawn: list[SampleRow]) -> None:
+        """Run the model on a step that `find` has a bucket for; `drawn` are the samples that a graph will draw.
+
+        Raises ValueError as `Packer.pack` does.
+        """
+        memory, rows = self._memory, plan.rows
+        lines, sinks = memory.tables.rows([row.slot for row in rows]), memory.queries.place(rows)
+        host = pinned(num_words(bucket), self._buffer.device)
+        inputs = self._packer.pack(host.numpy(), bucket, plan, lines, sinks)
+        if drawn:
+            pack_samples(inputs, drawn, self._sampler)
+        self._pages.update(rows)
+        self._buffer[: len(host)].copy_(host, non_blocking=True)
+        self._forwards[bucket, bool(sinks[0]) or max(lines) >= 0]()
+        self.replays += 1
 
     def logits(self, count: int) -> Tensor:
         """Logits `[count, V]` of the step that ran last, in the model's dtype."""

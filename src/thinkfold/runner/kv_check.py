@@ -59,7 +59,10 @@ def stored_dtype(
 
 @torch.no_grad()
 def fp8_errors(config: EngineConfig, loaded: LoadedModel, budgets: FoldBudgets, token_tile: int) -> Tensor:
-    """Relative error of the attention output `[L]`, the largest over the texts; 1 where fp8 cannot hold a row."""
+    """Relative error of the attention output `[L]`, the largest over the texts; 1 where fp8 cannot hold a row.
+
+    Of several ranks every one measures its heads, and all come to the same.
+    """
     size, texts = config.page_size, list(_token_ids(loaded))
     pages = -(-max(map(len, texts)) // size)
     one_row = replace(config, max_num_seqs=1)
@@ -74,13 +77,18 @@ def fp8_errors(config: EngineConfig, loaded: LoadedModel, budgets: FoldBudgets, 
         queries, _ = memory.queries.read(0, positions)
         keys, values = memory.storage.read_span(torch.arange(-(-len(ids) // size), device=loaded.device))
         raw = keys[:, :, : len(ids)], values[:, :, : len(ids)]
-        errors.append(output_errors(queries.to(keys.dtype), *raw, positions, facts))
+        errors.append(output_squares(queries.to(keys.dtype), *raw, positions, facts))
         memory.queries.forget(0)
-    return torch.stack(errors).nan_to_num(1.0).clamp(max=1.0).amax(0)
+    squares = torch.stack(errors)
+    loaded.shard.sum_(squares)
+    return (squares[..., 0] / squares[..., 1]).sqrt().nan_to_num(1.0).clamp(max=1.0).amax(0)
 
 
-def output_errors(queries: Tensor, keys: Tensor, values: Tensor, positions: list[int], facts: AttentionFacts) -> Tensor:
-    """Relative error `[L]` of what queries `[L, n, Hq, D]` at `positions` read, if `[L, Hkv, T, D]` are kept as fp8."""
+def output_squares(
+    queries: Tensor, keys: Tensor, values: Tensor, positions: list[int], facts: AttentionFacts
+) -> Tensor:
+    """Squared length `[L, 2]` of the error and of what queries `[L, n, Hq, D]` at `positions` read, if keys and values
+    `[L, Hkv, T, D]` are kept as fp8."""
     layers, count, _, dim = queries.shape
     rows = queries.view(layers, count, keys.shape[1], -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     at = torch.tensor(positions, device=keys.device).repeat(rows.shape[2] // count).unsqueeze(-1)
@@ -94,7 +102,7 @@ def output_errors(queries: Tensor, keys: Tensor, values: Tensor, positions: list
         return logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
 
     exact, rounded = read(keys, values), read(_rounded(keys), _rounded(values))
-    return (rounded - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+    return torch.stack([(rounded - exact).flatten(1).square().sum(1), exact.flatten(1).square().sum(1)], 1)
 
 
 def _rounded(rows: Tensor) -> Tensor:

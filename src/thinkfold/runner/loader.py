@@ -24,8 +24,9 @@ from transformers import (
 
 from thinkfold.config import EMBEDDED_MODEL, EngineConfig
 from thinkfold.errors import ParameterError, UnsupportedError
-from thinkfold.runner import adapter, cpu_fusion, cpu_layers
+from thinkfold.runner import adapter, cpu_fusion, cpu_layers, tensor_parallel
 from thinkfold.runner.shapes import SHAPES
+from thinkfold.runner.shard import WHOLE, Shard
 
 WAY_OUT = "serve it with another engine, such as vLLM or SGLang, and put thinkfold over that (--engine openai)"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -34,10 +35,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device with what the runner must know of it.
+    """A model, or one rank's shard of it, on its device with what the runner must know of it.
 
-    `max_position` is the longest context its rope was made for. `tokenizer` is None for a
-    folder without tokenizer files.
+    `num_heads` and `num_kv_heads` are the shard's own. `max_position` is the longest context its rope was made for.
+    `tokenizer` is None for a folder without tokenizer files.
     """
 
     model: PreTrainedModel
@@ -52,25 +53,24 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    shard: Shard = WHOLE
 
 
-def load(config: EngineConfig) -> LoadedModel:
-    """Load `config.model`: a folder, a hub id, or `pebble` from the package.
+def load(config: EngineConfig, shard: Shard = WHOLE) -> LoadedModel:
+    """Load `config.model`, or a shard of it: a folder, a hub id, or `pebble` from the package.
 
     dtype `auto` is the checkpoint's on a GPU and fp32 on a CPU. Raises ParameterError where
     nothing can be loaded and UnsupportedError for a model that must be refused (design rule 1).
     """
-    device = pick_device(config.device)
+    device = pick_device(config.device, shard)
     source = _source(config.model)
     hf_config = read_config(config.model)
     check_supported(hf_config)
     dtype = _dtype(config.dtype, hf_config, device)
-    model = _weights(source, config, hf_config, dtype, device)
-    _check_class(model)
+    model = _weights(source, config, hf_config, dtype, device, shard)
     if device.type == "cpu" and dtype == torch.float32:
         cpu_fusion.fuse(model)
         cpu_layers.speed_up(model)
-    layout = _layout(hf_config)
     return LoadedModel(
         model=model,
         tokenizer=_tokenizer(source),
@@ -79,21 +79,25 @@ def load(config: EngineConfig) -> LoadedModel:
         eos_token_ids=_eos_token_ids(source, hf_config),
         dtype=dtype,
         device=device,
-        **layout,
+        shard=shard,
+        **_layout(hf_config, shard),
     )
 
 
 def outline(config: EngineConfig) -> LoadedModel:
-    """What `load` would load on a GPU, with tensors on the meta device: shapes without memory. No weights are read.
+    """What `load` would load on a GPU, the first of its ranks, with tensors on the meta device: shapes without memory.
 
-    `config.model` may be one of SHAPES, too. Raises as `load` does.
+    No weights are read. `config.model` may be one of SHAPES, too. Raises as `load` does.
     """
     hf_config, meta = _outlined(config.model), torch.device("meta")
     check_supported(hf_config)
-    dtype = _dtype(config.dtype, hf_config, meta)
+    dtype, shard = _dtype(config.dtype, hf_config, meta), Shard(0, config.tensor_parallel_size)
     with meta:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     _check_class(model)
+    if not shard.alone:
+        tensor_parallel.check_heads(hf_config, shard.size)
+        tensor_parallel.split(model, shard)
     return LoadedModel(
         model=model,
         tokenizer=None,
@@ -102,7 +106,8 @@ def outline(config: EngineConfig) -> LoadedModel:
         eos_token_ids=(),
         dtype=dtype,
         device=meta,
-        **_layout(hf_config),
+        shard=shard,
+        **_layout(hf_config, shard),
     )
 
 
@@ -122,8 +127,11 @@ def load_tokenizer(config: EngineConfig) -> tuple[PreTrainedTokenizerBase, str, 
     return tokenizer, hf_config.model_type, _eos_token_ids(source, hf_config)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is the first GPU, else the CPU. Raises ParameterError."""
+def pick_device(name: str, shard: Shard = WHOLE) -> torch.device:
+    """The device called `name`; `auto` is the first GPU, else the CPU. Raises ParameterError.
+
+    Ranks have as many GPUs in a row, from that one on.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -134,7 +142,14 @@ def pick_device(name: str) -> torch.device:
         raise UnsupportedError("device", f"must be auto, cpu or cuda, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ParameterError("device", "cuda is asked for, but torch sees no GPU")
-    return device
+    if shard.alone or device.type == "cpu":
+        return device
+    first, found = device.index or 0, torch.cuda.device_count()
+    if first + shard.size > found:
+        raise ParameterError(
+            tensor_parallel.FIELD, f"{shard.size} GPUs from {first} on are asked for, torch sees {found}"
+        )
+    return torch.device("cuda", first + shard.rank)
 
 
 def pick_attention(name: str, device: torch.device) -> str:
@@ -214,7 +229,12 @@ def _dtype(name: str, hf_config: PretrainedConfig, device: torch.device) -> torc
 
 
 def _weights(
-    source: str, config: EngineConfig, hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    source: str,
+    config: EngineConfig,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Shard,
 ) -> PreTrainedModel:
     adapter.register()
     body = pick_attention(config.attention_backend, device)
@@ -223,22 +243,26 @@ def _weights(
     try:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed or 0)
-            with device:
+            with device if shard.alone else torch.device("cpu"):  # one rank's device need not hold it whole
                 model = AutoModelForCausalLM.from_config(hf_config, **options)
         else:
             model = AutoModelForCausalLM.from_pretrained(source, config=hf_config, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ParameterError("model", f"cannot load {config.model!r}: {_first_line(error)}") from error
+    _check_class(model)
+    if not shard.alone:
+        tensor_parallel.check_heads(hf_config, shard.size)
+        tensor_parallel.split(model, shard)  # weights of a file are read only now, and only the shard's
     model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
     return model
 
 
-def _layout(hf_config: PretrainedConfig) -> dict[str, int]:
-    heads = hf_config.num_attention_heads
+def _layout(hf_config: PretrainedConfig, shard: Shard) -> dict[str, int]:
+    heads, kv_heads = tensor_parallel.heads_of(hf_config)
     return {
         "num_layers": hf_config.num_hidden_layers,
-        "num_heads": heads,
-        "num_kv_heads": getattr(hf_config, "num_key_value_heads", None) or heads,
+        "num_heads": heads // shard.size,
+        "num_kv_heads": max(1, kv_heads // shard.size),
         "head_dim": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
         "vocab_size": hf_config.vocab_size,
     }

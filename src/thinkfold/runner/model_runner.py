@@ -24,10 +24,10 @@ from thinkfold.runner.graphs import Capture, CudaCapture, StepGraphs
 from thinkfold.runner.invariance import row_tile, threads_change_no_bit
 from thinkfold.runner.kv_check import stored_dtype
 from thinkfold.runner.loader import LoadedModel
-from thinkfold.runner.memory import DeviceMemory, fold_budgets
+from thinkfold.runner.memory import DeviceMemory, FoldNews, fold_budgets
 from thinkfold.runner.sampler import NUM_STATS, Sampler, SamplerInputs
 from thinkfold.runner.threads import step_threads
-from thinkfold.runner.transfer import to_device
+from thinkfold.runner.transfer import IntArray, to_device
 from thinkfold.scheduler.output import BatchRow, SampleRow, StepPlan, StepResult
 from thinkfold.types import TokenLogprobs, TokenStats
 
@@ -37,20 +37,19 @@ class PendingStep:
     """A launched step, and its results on their way to the host as one flat fp64 tensor.
 
     `values` are `width` token ids and as many rows of statistics, of which the first belong to
-    `samples`; then top ids and log-probs; then the errors of `folds`.
+    `samples`; then top ids and log-probs; then what `news` calls its results.
     """
 
     step: int
     samples: list[SampleRow]
-    folds: list[int]
-    fold_faults: list[tuple[int, str]]
+    news: FoldNews
     width: int
     values: Tensor
     ready: torch.cuda.Event | None
 
 
 class ModelRunner:
-    """Owns the model, the KV tensor and the sampler of one device.
+    """Owns the model, the KV tensor and the sampler of one device: of all there is, or of one rank.
 
     `launch` returns before the device has finished (GPU) and `collect` waits for it; several
     steps may be in flight and are collected in order. `batch_invariant` pads a CPU's batches so
@@ -76,7 +75,9 @@ class ModelRunner:
         self._device = loaded.device
         self.max_model_len = sizing.model_len(config, loaded.max_position)
         on_cpu = self._device.type == "cpu"
-        self._token_tile = row_tile(loaded.model) if batch_invariant and on_cpu else 1
+        self._shard = loaded.shard
+        tile = row_tile(loaded.model) if batch_invariant and on_cpu else 1
+        self._token_tile = max(self._shard.numbers(tile))
         may_choose = on_cpu and (not batch_invariant or threads_change_no_bit(loaded.model))
         self._threads = step_threads(fixed=not may_choose)
         # One more than there are slots: padding of a captured step has a place, too.
@@ -114,7 +115,8 @@ class ModelRunner:
 
     @property
     def page_bytes(self) -> int:
-        return self._memory.storage.page_bytes
+        """Bytes of a page on all ranks."""
+        return self._memory.storage.page_bytes * self._shard.size
 
     @property
     def num_layers(self) -> int:
@@ -122,7 +124,13 @@ class ModelRunner:
 
     @property
     def num_kv_heads(self) -> int:
-        return self._loaded.num_kv_heads
+        """KV heads of a layer that all ranks hold."""
+        return self._loaded.num_kv_heads * self._shard.size
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks the model is split."""
+        return self._shard.size
 
     @property
     def window(self) -> int:
@@ -152,26 +160,42 @@ class ModelRunner:
             samples = forward_batch.samples_of(plan)
             with self._threads.step(plan.num_tokens):
                 parts, width = self._step(plan, samples) if plan.rows else ([], 0)
-            if news.errors:
-                parts.append(torch.stack([error for _, error in news.errors]))
+            if samples:
+                self._shard.tell(self._last_token)
+            if news.results is not None:
+                parts.append(news.results)
             values, ready = self._send_home(parts)
-        folds = [fold_id for fold_id, _ in news.errors]
-        return PendingStep(plan.step, samples, folds, news.faults, width, values, ready)
+        return PendingStep(plan.step, samples, news, width, values, ready)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Do a rank's part of a step whose tokens rank 0 draws; of `plan.rows` it needs to know how many those are."""
+        with torch.no_grad():
+            self._memory.execute(plan.memory, {row.slot: row.position for row in plan.rows})
+            if not plan.rows:
+                return
+            samples = forward_batch.samples_of(plan)
+            with self._threads.step(plan.num_tokens):
+                bucket = self.graphs.find(plan, samples) if self.graphs is not None else None
+                if self.graphs is None or bucket is None:
+                    self._forward(plan, [])
+                else:
+                    self.graphs.forward(bucket, plan, [])
+            if samples:
+                self._shard.tell(self._last_token)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step and return its tokens in the order of its samples."""
         if pending.ready is not None:
             pending.ready.synchronize()
-        samples, width = pending.samples, pending.width
-        count = len(samples)
-        end = pending.values.numel() - len(pending.folds)
-        flat, errors = pending.values[:end], pending.values[end:].tolist()
+        samples, width, news = pending.samples, pending.width, pending.news
+        count, own = len(samples), len(news.folds) + len(news.others)
+        flat, results = pending.values.split([pending.values.numel() - 2 * own, 2 * own])
         ids = [int(x) for x in flat[:count].tolist()]
         rows = flat[width : width * (1 + NUM_STATS)].view(width, NUM_STATS)[:count].tolist()
         stats = [TokenStats(*row) for row in rows]
         logprobs = _logprobs(samples, ids, stats, flat[width * (1 + NUM_STATS) :])
-        folds = list(zip(pending.folds, errors, strict=True))
-        return StepResult(pending.step, ids, stats, logprobs, folds, pending.fold_faults)
+        errors, faults = news.told(results.view(-1, 2).tolist())
+        return StepResult(pending.step, ids, stats, logprobs, errors, faults)
 
     def _step(self, plan: StepPlan, samples: list[SampleRow]) -> tuple[list[Tensor], int]:
         """Forward and sampling of a plan with rows: what goes home, and how many rows it has.
@@ -188,20 +212,24 @@ class ModelRunner:
         return self._sample(self.graphs.logits(len(samples)), samples, SamplerInputs(*arrays[:-1]), arrays[-1])
 
     def _step_eagerly(self, plan: StepPlan, samples: list[SampleRow]) -> tuple[list[Tensor], int]:
+        logits, slots, extra = self._forward(plan, self._sampler.pack(samples))
+        return self._sample(logits[: len(samples)], samples, SamplerInputs(*extra), slots)
+
+    def _forward(self, plan: StepPlan, extra: list[IntArray]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Logits of a plan's samples, with padding, their slots, and `extra` on the device."""
         memory = self._memory
-        inputs, extra = forward_batch.build(
+        inputs, there = forward_batch.build(
             plan,
             self._config.page_size,
             self._token_tile,
             self._device,
-            self._sampler.pack(samples),
+            extra,
             memory.tables.rows([row.slot for row in plan.rows]),
             memory.queries.place(plan.rows),
         )
         if inputs.late_rows.numel():
             inputs.input_ids[0, inputs.late_rows] = self._last_token[inputs.late_slots]
-        logits = forward(self._model, memory, inputs)
-        return self._sample(logits[: len(samples)], samples, SamplerInputs(*extra), inputs.sample_slots)
+        return forward(self._model, memory, inputs), inputs.sample_slots, there
 
     def _sample(
         self, logits: Tensor, samples: list[SampleRow], inputs: SamplerInputs, slots: Tensor
@@ -243,7 +271,8 @@ class ModelRunner:
             later += self.graphs.estimate_bytes()
         largest = partial(self._profile, config.max_num_batched_tokens)
         pages = sizing.pool_pages(config, self.max_model_len, memory.page_bytes, self._device, largest, later)
-        memory.resize(pages, sizing.host_pages(config, memory.page_bytes))
+        host_pages = sizing.host_pages(config, memory.page_bytes)
+        memory.resize(min(self._shard.numbers(pages)), min(self._shard.numbers(host_pages)))
 
     def _profile(self, num_tokens: int) -> None:
         """One forward of `num_tokens` tokens, one page each, every sampling slot in use."""

@@ -28,7 +28,8 @@ def pool_pages(
     `kv_cache_bytes` decides where it is given. Else on a GPU `profile` runs the largest forward
     and the pool takes what then is left of `gpu_memory_utilization` of the device, less the
     `later_bytes` that folds will allocate beside it. On a CPU it is `gpu_memory_utilization` of
-    half of the free memory, at most 4 GiB; pages there cost memory only once they are written.
+    half of the free memory, at most 4 GiB, shared by all ranks; pages there cost memory only once
+    they are written.
     Raises ParameterError if not even one request of two pages fits.
     """
     if config.kv_cache_bytes is not None:
@@ -38,7 +39,9 @@ def pool_pages(
         pages = fitting_pages(config, max_model_len, page_bytes, free)
     else:
         free = _free_host_bytes() * HOST_SHARE * config.gpu_memory_utilization
-        pages = fitting_pages(config, max_model_len, page_bytes, int(min(HOST_CAP, free)))
+        pages = fitting_pages(
+            config, max_model_len, page_bytes, int(min(HOST_CAP, free)) // config.tensor_parallel_size
+        )
     if pages < 2:
         raise ParameterError("kv_cache_bytes", f"{pages} pages of {page_bytes} bytes fit, at least 2 are needed")
     return pages

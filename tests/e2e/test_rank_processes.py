@@ -1,0 +1,72 @@
+"""Ranks that are processes: a lost one ends the engine with its name, and none outlives the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import psutil
+import pytest
+
+from tests.small_pebble import small_pebble
+from thinkfold.config import EngineConfig
+from thinkfold.engine.async_engine import AsyncEngine
+from thinkfold.errors import EngineDeadError
+from thinkfold.llm import collect
+from thinkfold.types import SamplingParams, ThinkingParams
+
+SMALL = {"model": small_pebble(), "load_format": "dummy", "kv_cache_bytes": 32 << 20, "tensor_parallel_size": 2}
+NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
+LONG = SamplingParams(max_tokens=8000, ignore_eos=True)
+
+
+def started(before: set[psutil.Process]) -> list[psutil.Process]:
+    """Processes of multiprocessing below this one that were not there before."""
+    found = set(psutil.Process().children(recursive=True)) - before
+    return [process for process in found if "spawn_main" in " ".join(process.cmdline())]
+
+
+async def gone(processes: list[psutil.Process]) -> None:
+    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 20)
+    assert not left, "a process is left behind"
+
+
+async def test_a_rank_that_is_killed_ends_the_engine_and_is_named():
+    before = set(psutil.Process().children(recursive=True))
+    engine = await AsyncEngine.start(EngineConfig(**SMALL))
+    try:
+        (rank,) = started(before)
+        prompt = engine.prompts.encode_chat([{"role": "user", "content": "hi"}])
+        done = await collect(engine, prompt, SamplingParams(max_tokens=5, ignore_eos=True), NO_LIMIT)
+        assert done.error is None and len(done.outputs[0].token_ids) == 5
+        stream = engine.generate(prompt, LONG, NO_LIMIT)
+        await anext(stream)
+        rank.kill()
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 has gone"):
+            async for _ in stream:
+                pass
+        await asyncio.wait_for(engine.ended.wait(), 10)
+        assert not engine.health().alive
+    finally:
+        await engine.stop()
+    await gone([rank])
+
+
+async def test_an_idle_engine_notices_too_and_a_core_that_is_killed_takes_its_ranks_along():
+    before = set(psutil.Process().children(recursive=True))
+    here, there = await asyncio.gather(
+        AsyncEngine.start(EngineConfig(**SMALL)), AsyncEngine.start(EngineConfig(**SMALL, own_process=True))
+    )
+    try:
+        everybody = {process.pid: process for process in started(before)}
+        assert len(everybody) == 3
+        core = everybody[there._client._process.pid]
+        (ours,) = [p for p in everybody.values() if p.ppid() == os.getpid() and p != core]
+        ours.kill()
+        await asyncio.wait_for(here.ended.wait(), 10)
+        core.kill()
+        await asyncio.wait_for(there.ended.wait(), 10)
+    finally:
+        await here.stop()
+        await there.stop()
+    await gone(list(everybody.values()))
