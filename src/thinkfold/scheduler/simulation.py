@@ -7,8 +7,9 @@ says; every fold gets the same estimated error.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from thinkfold.fold.planner import FoldPlanner
 from thinkfold.scheduler.branch import Branch, BranchStatus
@@ -150,7 +151,7 @@ class Simulation:
     def __init__(
         self,
         scheduler: Scheduler,
-        work: Iterable[Work],
+        work: Iterable[Work] = (),
         *,
         fold: FoldPolicy | None = None,
         numbers: FoldProfile | None = None,
@@ -161,15 +162,17 @@ class Simulation:
         window: Window | None = None,
         fold_error: float = 0.0,
         depth: int = 0,
+        on_end: Callable[[Branch], None] = lambda branch: None,
     ) -> None:
         """With `clients` that many requests run or wait at any time (a closed loop), else they come at their arrival.
 
         `budget` and `max_tokens` are what admission knows of a request beforehand. `numbers` take the place of those
-        of the fold policy's profile.
+        of the fold policy's profile. `on_end` hears of each request that ends, well or not, before its memory goes.
         """
         self._scheduler = scheduler
         self._coming: Iterator[Work] = iter(work)
-        self._next: Work | None = next(self._coming, None)
+        self._queue: deque[Work] = deque()  # of what comes, the next ones
+        self._on_end = on_end
         self._fold = fold or FoldPolicy()
         self._numbers = numbers
         self._budget = budget
@@ -183,8 +186,8 @@ class Simulation:
         self._orders = 0
         self._arrivals: dict[int, float] = {}  # by order, until they end
         self._started: set[int] = set()
-        self._waits: list[float] = []
-        self._latencies: list[float] = []
+        self.waits: list[float] = []  # of what has started within the window, in seconds
+        self.latencies: list[float] = []  # of what has ended within it
         self._ended = 0
         self._failed = 0
         self._tokens = 0
@@ -195,34 +198,48 @@ class Simulation:
     def run(self, *, max_steps: int = 10_000_000) -> Outcome:
         """To the end of the window or of the work. Raises RuntimeError if that is not reached."""
         for _ in range(max_steps):
-            self._add()
-            self._open_window()
-            plan = self._scheduler.plan()
-            self._sweep()
-            if plan is not None:
-                self._pending.append(plan)
-                self._note_starts()
-            due = bool(self._pending) and (plan is None or len(self._pending) > self._depth)
-            if due:
-                self._collect(self._pending.popleft())
-            elif plan is None and not self._idle():
-                break
-            if self._closed():
-                break
-        else:
-            raise RuntimeError(f"the simulation has not ended after {max_steps} steps")
-        return self._outcome()
+            if not self._round() or self._closed():
+                return self._outcome()
+        raise RuntimeError(f"the simulation has not ended after {max_steps} steps")
+
+    def feed(self, work: Work) -> None:
+        """One more request, which arrives no earlier than those before it."""
+        self._queue.append(work)
+
+    def advance(self, until: float) -> None:
+        """Run all steps that begin before second `until` of the simulated clock."""
+        while self._clock < until and self._round():
+            pass
+
+    def _round(self) -> bool:
+        """Plan a step and collect one; False, and nothing changes, if there is nothing to do."""
+        self._add()
+        self._open_window()
+        plan = self._scheduler.plan()
+        self._sweep()
+        if plan is not None:
+            self._pending.append(plan)
+            self._note_starts()
+        if self._pending and (plan is None or len(self._pending) > self._depth):
+            self._collect(self._pending.popleft())
+            return True
+        return plan is not None or self._idle()
+
+    def _peek(self) -> Work | None:
+        if not self._queue:
+            self._queue.extend(islice(self._coming, 1))
+        return self._queue[0] if self._queue else None
 
     def _add(self) -> None:
         """Queue what has arrived."""
-        while self._next is not None:
+        while (work := self._peek()) is not None:
             if self._clients is None:
-                if self._next.arrival > self._clock:
+                if work.arrival > self._clock:
                     return
             elif len(self._arrivals) >= self._clients:
                 return
-            self._scheduler.add([self._branch(self._next)])
-            self._next = next(self._coming, None)
+            self._scheduler.add([self._branch(work)])
+            self._queue.popleft()
 
     def _branch(self, work: Work) -> Branch:
         order, self._orders = self._orders, self._orders + 1
@@ -250,26 +267,27 @@ class Simulation:
     def _open_window(self) -> None:
         if self._watch is None and self._ended >= self._window.ramp:
             self._watch = Watch(self._scheduler)
-            self._waits.clear()
-            self._latencies.clear()
+            self.waits.clear()
+            self.latencies.clear()
             self._tokens, self._steps = 0, 0
 
     def _closed(self) -> bool:
         wanted = self._window.completions
-        return wanted is not None and self._watch is not None and len(self._latencies) >= wanted
+        return wanted is not None and self._watch is not None and len(self.latencies) >= wanted
 
     def _idle(self) -> bool:
         """Nothing runs: go on to the next arrival; False if there is none."""
-        if self._next is None or self._scheduler.waiting or self._scheduler.running:
+        work = self._peek()
+        if work is None or self._scheduler.waiting or self._scheduler.running:
             return False
-        self._clock = max(self._clock, self._next.arrival)
+        self._clock = max(self._clock, work.arrival)
         return True
 
     def _note_starts(self) -> None:
         for branch in self._scheduler.running:
             if branch.order not in self._started:
                 self._started.add(branch.order)
-                self._waits.append(self._clock - self._arrivals[branch.order])
+                self.waits.append(self._clock - self._arrivals[branch.order])
 
     def _sweep(self) -> None:
         """Branches that the scheduler has ended for want of memory."""
@@ -277,6 +295,7 @@ class Simulation:
             if branch.status is not BranchStatus.FINISHED:
                 self._failed += 1
                 self._arrivals.pop(branch.order)
+                self._on_end(branch)
                 self._scheduler.finish(branch)
         self._scheduler.ended.clear()
         self._scheduler.folds.done.clear()
@@ -299,7 +318,8 @@ class Simulation:
             assert isinstance(branch.steering, _Script)
             if branch.steering.accept():
                 self._ended += 1
-                self._latencies.append(self._clock - self._arrivals.pop(branch.order))
+                self.latencies.append(self._clock - self._arrivals.pop(branch.order))
+                self._on_end(branch)
                 scheduler.finish(branch)
 
     def _outcome(self) -> Outcome:
@@ -313,7 +333,7 @@ class Simulation:
         self._scheduler.check_integrity()
         usage = Counter({str(c): n for c, n in self._scheduler.kv.usage().items()})
         return Outcome(
-            completed=len(self._latencies),
+            completed=len(self.latencies),
             failed=self._failed,
             steps=self._steps,
             seconds=watch.seconds,
@@ -323,10 +343,10 @@ class Simulation:
             safe_sessions=watch.safe_sessions,
             kv_pool_use_mean=watch.kv_pool_use_mean,
             kv_waste_share=watch.kv_waste_share,
-            wait_p50_s=percentile(self._waits, 0.50),
-            wait_p99_s=percentile(self._waits, 0.99),
-            wait_max_s=max(self._waits, default=0.0),
-            latency_p99_s=percentile(self._latencies, 0.99),
+            wait_p50_s=percentile(self.waits, 0.50),
+            wait_p99_s=percentile(self.waits, 0.99),
+            wait_max_s=max(self.waits, default=0.0),
+            latency_p99_s=percentile(self.latencies, 0.99),
             folds=watch.folds,
             pages_left=sum(usage.values()) - usage["cached"] - usage["pinned"] + self._scheduler.kv.host_usage(),
         )
