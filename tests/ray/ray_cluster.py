@@ -81,8 +81,9 @@ def cluster() -> Iterator[Cluster]:
     os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with deployed(parse_deployment({**CONFIG, "port": port})) as url:
-        found = Cluster(url)
+    deployment = parse_deployment({**CONFIG, "port": port, "prefix": "/pebble"})
+    with deployed([deployment]):
+        found = Cluster(deployment.fleet.url)
         asyncio.run(_ready(found))
         yield found
 

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 from scripted import OPEN_PROMPT, ids, loop, make_engine
 
-from thinkfold.cli.fleet_settings import load_deployment, parse_deployment
+from thinkfold.cli.fleet_settings import check_together, load_deployment, parse_deployment
 from thinkfold.cli.main import main
 from thinkfold.config import EngineConfig
 from thinkfold.deploy.fleet.config import Replicas
 from thinkfold.deploy.fleet.engine import front_config
 from thinkfold.deploy.fleet.stats import counters_of, merged
+from thinkfold.deploy.ray_serve.below import BelowPrefix
 from thinkfold.deploy.ray_serve.core_host import CoreHost, Draining
 from thinkfold.deploy.ray_serve.scaling import KVPeakPolicy
 from thinkfold.engine.messages import Abort, Dead, EngineStats, ModelInfo, News, Ready
@@ -78,12 +79,35 @@ POOL = {"budget": 1}
         ({"pools": {"a": POOL}, "server": {"port": 1}}, "server.port"),
         ({"pools": {"a": POOL}, "port": "x"}, "port"),
         ({"pools": {"a": POOL}, "routing": "best"}, "routing"),
+        ({"pools": {"a": POOL}, "prefix": "/x/"}, "prefix"),
     ],
 )
 def test_a_wrong_file_is_refused_by_the_field(written, field):
     with pytest.raises(ParameterError) as caught:
         parse_deployment(written)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("more", "field"), [({}, "name"), ({"name": "b"}, "prefix"), ({"name": "b", "prefix": "/b", "port": 1}, "port")]
+)
+def test_applications_behind_one_address(more, field):
+    one, two = (parse_deployment({"pools": {"a": POOL}, **each}) for each in ({}, more))
+    with pytest.raises(ParameterError) as caught:
+        check_together([one, two])
+    assert caught.value.field == field
+    check_together([one, parse_deployment({"pools": {"a": POOL}, "name": "b", "prefix": "/b"})])
+
+
+async def test_an_app_below_a_prefix_sees_its_own_paths():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append((scope["path"], scope["root_path"]))
+
+    for path, root in (("/b/v1/models", "/b"), ("/b", "/b"), ("/v1/models", "")):
+        await BelowPrefix(app)({"type": "http", "path": path, "root_path": root}, None, None)
+    assert seen == [("/v1/models", ""), ("/", ""), ("/v1/models", "")]
 
 
 def test_no_yaml(tmp_path):

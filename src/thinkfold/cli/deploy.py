@@ -8,19 +8,17 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from thinkfold.cli.fleet_settings import Deployment, load_deployment
+from thinkfold.cli.fleet_settings import Deployment, check_together, load_deployment
 from thinkfold.cli.serve import access_rules, server_options, warm_prefixes
 from thinkfold.errors import EngineDeadError, ParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from thinkfold.server.access.gate import Access
     from thinkfold.server.prefixes import WarmPrefix
     from thinkfold.server.state import ServerOptions
@@ -37,31 +35,32 @@ def add_parser(subparsers: Any) -> None:
         description="Reads a YAML file of pools (see docs/scale.md) and serves it, here until a signal, or with "
         "--address on a cluster, where it stays until `serve shutdown`.",
     )
-    parser.add_argument("config", metavar="FILE", help="the YAML file")
+    parser.add_argument("config", metavar="FILE", nargs="+", help="a YAML file; each one is a model of its own")
     parser.add_argument("--address", help="a running cluster, such as auto; without it one is started here")
-    parser.add_argument("--check", action="store_true", help="read the file, say what it would start, and end")
+    parser.add_argument("--check", action="store_true", help="read the files, say what they would start, and end")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve. Raises ParameterError for a file that is wrong, EngineDeadError if the application does not start."""
-    found = load_deployment(args.config)
+    found = [load_deployment(path) for path in args.config]
+    check_together(found)
     if args.check:
-        for name, pool in found.fleet.pools.items():
-            counts = pool.replicas
-            print(f"{name}: {counts.min} to {counts.max} replicas of {pool.engine.model}, {pool.cpus:g} CPUs and "
-                  f"{pool.gpus:g} GPUs each")  # fmt: skip
+        for pool in (pool for each in found for pool in each.fleet.pools.values()):
+            counts, takes = pool.replicas, f"{pool.cpus:g} CPUs and {pool.gpus:g} GPUs each"
+            print(f"{pool.name}: {counts.min} to {counts.max} replicas of {pool.engine.model}, {takes}")
         return 0
-    with deployed(found, args.address) as url:
-        print(f"thinkfold serves {', '.join(found.fleet.pools)} at {url}", flush=True)
+    with deployed(found, args.address):
+        for each in found:
+            print(f"thinkfold serves {', '.join(each.fleet.pools)} at {each.fleet.url}", flush=True)
         if args.address is None:
             _wait_for_signal()
     return 0
 
 
 @contextmanager
-def deployed(found: Deployment, address: str | None = None) -> Iterator[str]:
-    """The URL of the running application. One that was started here ends with the context, and Ray with it."""
+def deployed(found: Sequence[Deployment], address: str | None = None) -> Iterator[None]:
+    """The applications run. Without an address they end with the context, and Ray with them."""
     try:
         import ray
         from ray import serve
@@ -70,7 +69,6 @@ def deployed(found: Deployment, address: str | None = None) -> Iterator[str]:
         raise ParameterError("deploy", f"needs {error.name}: pip install 'thinkfold[ray]'") from None
     from thinkfold.deploy.ray_serve.app import build_application
 
-    fleet = found.fleet
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
@@ -79,9 +77,11 @@ def deployed(found: Deployment, address: str | None = None) -> Iterator[str]:
     else:
         ray.init(address)
     try:
-        serve.start(http_options={"host": fleet.host, "port": fleet.port})
-        serve.run(build_application(fleet, partial(services, found)), name=fleet.name, route_prefix="/")
-        yield f"http://{fleet.host}:{fleet.port}/v1"
+        serve.start(http_options={"host": found[0].fleet.host, "port": found[0].fleet.port})
+        for each in found:
+            application = build_application(each.fleet, partial(services, each))
+            serve.run(application, name=each.fleet.name, route_prefix=each.fleet.prefix)
+        yield
     except RayServeException as error:
         raise EngineDeadError(f"the application does not start: {error}") from None
     finally:

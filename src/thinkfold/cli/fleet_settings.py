@@ -16,7 +16,7 @@ from thinkfold.server.tiers import parse_tier
 # Settings of `serve` that stand elsewhere in this file, or mean nothing here.
 _ELSEWHERE = ("host", "port", "drain_s", "max_header_bytes", "tiers", "profile", "engine", "base_url")
 _REMOTE = ("remote_model", "remote_api_key", "remote_timeout_s")
-_TOP = ("name", "host", "port", "routing", "default", "server", "engine", "pools")
+_TOP = ("name", "host", "port", "prefix", "routing", "default", "server", "engine", "pools")
 _POOL = ("engine", "replicas", "cpus", "gpus", "drain_s")
 
 
@@ -41,6 +41,18 @@ def load_deployment(path: str) -> Deployment:
     return parse_deployment(written)
 
 
+def check_together(found: Sequence[Deployment]) -> None:
+    """Raise ParameterError for applications that cannot be behind one address."""
+    for name in ("name", "prefix"):
+        given = [getattr(each.fleet, name) for each in found]
+        twice = next((value for value in given if given.count(value) > 1), None)
+        if twice is not None:
+            raise ParameterError(name, f"{twice!r:.60} is that of two applications")
+    for name in ("host", "port"):
+        if len({getattr(each.fleet, name) for each in found}) > 1:
+            raise ParameterError(name, "must be the same for applications that are deployed together")
+
+
 def parse_deployment(written: Any) -> Deployment:
     """The deployment that was written. Raises ParameterError."""
     top = _table("config", written, _TOP)
@@ -51,7 +63,7 @@ def parse_deployment(written: Any) -> Deployment:
     if not isinstance(written_pools, Mapping) or not written_pools:
         raise ParameterError("pools", "must hold a table for each tier")
     pools = {str(name): _pool(str(name), table, shared) for name, table in written_pools.items()}
-    rest = {name: top[name] for name in ("name", "host", "port", "routing") if name in top}
+    rest = {name: top[name] for name in ("name", "host", "port", "prefix", "routing") if name in top}
     for name, value in rest.items():
         if not isinstance(value, int if name == "port" else str):
             raise ParameterError(name, f"must be {'an integer' if name == 'port' else 'a string'}, got {value!r:.60}")

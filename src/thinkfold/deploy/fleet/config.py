@@ -88,7 +88,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """An application. Raises ParameterError.
+    """An application, which serves one model at the paths below `prefix`. Raises ParameterError.
 
     `default` is the pool of requests that name no tier, nor does their key. `routing` random is to compare with.
     """
@@ -98,6 +98,7 @@ class Fleet:
     name: str = "thinkfold"
     host: str = "127.0.0.1"
     port: int = 8000
+    prefix: str = "/"
     routing: Literal["affinity", "random"] = "affinity"
 
     def __post_init__(self) -> None:
@@ -105,6 +106,8 @@ class Fleet:
         integer("port", self.port, 0, 65_535)
         if not self.name or "/" in self.name or "#" in self.name:
             raise ParameterError("name", f"must be a word without / and #, got {self.name!r:.60}")
+        if not self.prefix.startswith("/") or (self.prefix.endswith("/") and self.prefix != "/"):
+            raise ParameterError("prefix", f"must begin with a slash and not end with one, got {self.prefix!r:.60}")
         self.tiers()
         first = self.pools[self.default].engine
         for name, pool in self.pools.items():
@@ -112,6 +115,11 @@ class Fleet:
                 if each.name not in POOL_SETTINGS and getattr(pool.engine, each.name) != getattr(first, each.name):
                     message = "is the same for all pools of an application: set it under engine"
                     raise ParameterError(f"pools.{name}.engine.{each.name}", message)
+
+    @property
+    def url(self) -> str:
+        """What clients take for OpenAI's address."""
+        return f"http://{self.host}:{self.port}{self.prefix.rstrip('/')}/v1"
 
     def tiers(self) -> TierTable:
         """What the server knows of the pools."""

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from thinkfold.deploy.fleet.client import FleetClient
 from thinkfold.deploy.fleet.config import Fleet
 from thinkfold.deploy.fleet.engine import FleetEngine, start_fleet
 from thinkfold.deploy.fleet.metrics import FleetCollector
+from thinkfold.deploy.ray_serve.below import BelowPrefix
 from thinkfold.deploy.ray_serve.links import Finder
 from thinkfold.errors import EngineDeadError
 from thinkfold.server.access.gate import Access
@@ -31,8 +33,8 @@ class Ingress:
     def __init__(self, fleet: Fleet, services: Services, *pools: Any) -> None:
         self._app = _build(fleet, services)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._app
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return BelowPrefix(self._app)
 
     async def check_health(self) -> None:
         """Raises for an engine that has died; Serve then starts another ingress."""
