@@ -1,9 +1,9 @@
 """What does the door of a fleet cost, and do conversations find the replica that knows them?
 
 `door/…`: the same requests to `thinkfold serve` and to the door of a fleet with one replica of the same engine, in
-turns, both running on this machine; what differs is the way: Ray's proxy, the ingress, one stream of events. `talks/…`:
-conversations with one system prompt on several replicas, with routing by affinity and at random; what counts is how
-many prompt tokens of later turns were found in a cache.
+turns, both running on this machine, each core in a process of its own, as on a GPU; what differs is the way: Ray's
+proxy, the ingress, one stream of events. `talks/…`: conversations with one system prompt on several replicas, with
+routing by affinity and at random. A later turn has hit if all that it repeats of the prompt before was in a cache.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from thinkfold.pebble import problems
 
 OFFSET = 310_000  # of the first problem of the suite
 PATIENCE_S = 180.0
+ROUNDING = 32  # tokens of a prompt that its next turn may not find: half a page, and how the reply was opened
 SYSTEM = (
     "You are a careful clerk. You add, subtract and compare, and you answer with the number that was asked for. " * 4
 )
@@ -84,10 +85,10 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def fleet(args: argparse.Namespace, replicas: int, routing: str) -> Iterator[str]:
+def fleet(args: argparse.Namespace, replicas: int, routing: str, **engine: Any) -> Iterator[str]:
     """The address of a running fleet with one pool."""
     pool = {"budget": 2048, "replicas": replicas, "cpus": 0.1, "drain_s": 1}
-    written = {"port": free_port(), "routing": routing, "engine": engine_of(args), "pools": {"all": pool}}
+    written = {"port": free_port(), "routing": routing, "engine": engine_of(args) | engine, "pools": {"all": pool}}
     deployment = parse_deployment(written)
     with deployed([deployment]):
         address = deployment.fleet.url.removesuffix("/v1")
@@ -108,44 +109,62 @@ async def _until_open(address: str, replicas: int) -> None:
 def door(args: argparse.Namespace) -> dict[str, float]:
     """One server and one fleet, side by side."""
     flags = {name.replace("_", "-"): value for name, value in engine_of(args).items() if name != "model"}
+    flags |= {"own-process": True, "no-turn-ahead": True}
     peer = Peer("thinkfold", ["-m", "thinkfold", "serve", "pebble"], flags)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
-        with served(peer, sys.executable, log, PATIENCE_S) as url, fleet(args, 1, "affinity") as address:
+        with (
+            served(peer, sys.executable, log, PATIENCE_S) as url,
+            fleet(args, 1, "affinity", turn_ahead=False) as address,
+        ):
             return asyncio.run(_door(url, address, args))
 
 
 async def _door(direct: str, through: str, args: argparse.Namespace) -> dict[str, float]:
-    asked = [[{"role": "user", "content": each.question}] for each in problems("medium", args.requests, OFFSET)]
     places = {"direct": direct, "fleet": through}
-    found: dict[str, list[Reply]] = {name: [] for name in places}
-    rates: dict[str, list[float]] = {name: [] for name in places}
     clients = {name: httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) for name, url in places.items()}
+    asked = [[{"role": "user", "content": f"What is {number} + 4?"}] for number in range(args.requests)]
+    questions = [[{"role": "user", "content": each.question}] for each in problems("medium", 8, OFFSET)]
+    one: dict[str, list[float]] = {name: [] for name in places}
+    health: dict[str, list[float]] = {name: [] for name in places}
+    rates: dict[str, list[float]] = {name: [] for name in places}
     try:
         for name in places:
-            await ask(clients[name], asked[-1], 8)
+            await ask(clients[name], asked[0], 8)
         for number, messages in enumerate(asked):  # in turns, each first every other time
             for name in sorted(places, reverse=bool(number % 2)):
-                found[name].append(await ask(clients[name], messages, args.max_tokens))
+                one[name].append((await ask(clients[name], messages, 1)).seconds)
+                health[name].append(await _ask_health(clients[name]))
         for number in range(args.rounds):
             for name in sorted(places, reverse=bool(number % 2)):
                 began = time.perf_counter()
-                replies = await asyncio.gather(*(ask(clients[name], each, 96, seed=1) for each in asked[:8]))
+                replies = await asyncio.gather(*(ask(clients[name], each, 96) for each in questions))
                 rates[name].append(sum(each.tokens for each in replies) / (time.perf_counter() - began))
     finally:
         for client in clients.values():
             await client.aclose()
-    gaps = [f.first_s - d.first_s for d, f in zip(found["direct"], found["fleet"], strict=True)]
+    gaps = {what: _gaps(times) for what, times in (("one_token", one), ("health", health))}
     return {
         "n": len(asked),
-        "ttft_p50_s": median(each.first_s for each in found["fleet"]),
-        "direct_ttft_p50_s": median(each.first_s for each in found["direct"]),
-        "ttft_overhead_p50_s": median(gaps),
-        "total_p50_s": median(each.seconds for each in found["fleet"]),
-        "direct_total_p50_s": median(each.seconds for each in found["direct"]),
+        "one_token_p50_s": median(one["fleet"]),
+        "direct_one_token_p50_s": median(one["direct"]),
+        "one_token_overhead_p50_s": median(gaps["one_token"]),
+        "health_p50_s": median(health["fleet"]),
+        "direct_health_p50_s": median(health["direct"]),
+        "health_overhead_p50_s": median(gaps["health"]),
         "tokens_per_s": median(rates["fleet"]),
         "direct_tokens_per_s": median(rates["direct"]),
     }
+
+
+def _gaps(times: Mapping[str, Sequence[float]]) -> list[float]:
+    return [through - direct for direct, through in zip(times["direct"], times["fleet"], strict=True)]
+
+
+async def _ask_health(http: httpx.AsyncClient) -> float:
+    began = time.perf_counter()
+    (await http.get("/health")).raise_for_status()
+    return time.perf_counter() - began
 
 
 def talks(args: argparse.Namespace, routing: str) -> dict[str, float]:
@@ -157,12 +176,17 @@ def talks(args: argparse.Namespace, routing: str) -> dict[str, float]:
 async def _talks(address: str, args: argparse.Namespace) -> dict[str, float]:
     questions = [each.question for each in problems("medium", args.talks * args.turns, OFFSET)]
     later: list[Reply] = []
+    hits: list[bool] = []
     numbers = iter(range(args.talks))
 
     async def client(http: httpx.AsyncClient) -> None:
         for number in numbers:
-            async for reply in _talk(http, questions[number * args.turns : (number + 1) * args.turns], args.max_tokens):
-                later.append(reply)
+            asked, before = questions[number * args.turns : (number + 1) * args.turns], None
+            async for reply in _talk(http, asked, args.max_tokens):
+                if before is not None:
+                    later.append(reply)
+                    hits.append(reply.cached >= before.prompt - ROUNDING)
+                before = reply
 
     async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as http:
         await asyncio.gather(*(client(http) for _ in range(args.clients)))
@@ -176,7 +200,7 @@ async def _talks(address: str, args: argparse.Namespace) -> dict[str, float]:
     share = sum(each.cached for each in later) / sum(each.prompt for each in later)
     return {
         "n": len(later),
-        "hit_rate": routed.get("conversation", 0.0) / len(later),
+        "hit_rate": sum(hits) / len(hits),
         "cached_share": share,
         "ttft_p50_s": median(each.first_s for each in later),
         **{f"routed_{why}": count for why, count in routed.items()},
@@ -184,21 +208,20 @@ async def _talks(address: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 async def _talk(http: httpx.AsyncClient, questions: Sequence[str], max_tokens: int) -> AsyncIterator[Reply]:
-    """Replies to all turns but the first."""
+    """The replies to all turns."""
     messages = [{"role": "system", "content": SYSTEM}]
-    for turn, question in enumerate(questions):
+    for question in questions:
         messages.append({"role": "user", "content": question})
         reply = await ask(http, messages, max_tokens, thinking_token_budget=max_tokens // 2)
         messages.append({"role": "assistant", "content": reply.text or "-"})
-        if turn:
-            yield reply
+        yield reply
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and keep the rows."""
     parser = argparse.ArgumentParser(prog="thinkfold bench fleet", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--case", action="append", choices=("door", "talks"), help="default: both")
-    parser.add_argument("--requests", type=int, default=60, help="of the case door")
+    parser.add_argument("--requests", type=int, default=200, help="of the case door")
     parser.add_argument("--rounds", type=int, default=6, help="of eight streams at once, each way")
     parser.add_argument("--replicas", type=int, default=3, help="of the case talks")
     parser.add_argument("--talks", type=int, default=24)

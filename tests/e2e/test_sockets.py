@@ -24,6 +24,7 @@ import pytest
 from conftest import Served
 
 import thinkfold
+from thinkfold.cli.serve import _listen
 
 LONG: dict[str, Any] = {
     "model": "pebble",
@@ -34,6 +35,16 @@ LONG: dict[str, Any] = {
 }
 PAUSE = threading.Event()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+def test_small_replies_do_not_wait_for_acknowledgements():
+    """asyncio sets no TCP_NODELAY for sockets that it has not made: connections inherit it."""
+    with (
+        _listen("127.0.0.1", 0) as sock,
+        socket.create_connection(sock.getsockname()),
+        sock.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -74,6 +74,25 @@ class Cluster:
 
         ray.kill(ray.get_actor(core, namespace="thinkfold"))
 
+    def kill_ingress(self) -> None:
+        """End the process of the door."""
+        import ray
+        from ray.util import list_named_actors
+
+        name = next(a["name"] for a in list_named_actors(True) if "#ingress#" in a["name"])
+        ray.kill(ray.get_actor(name, namespace="serve"))
+
+    async def until_ready(self) -> None:
+        """Wait until the door and all pools are there."""
+        until = time.monotonic() + PATIENCE_S
+        async with self.http() as http:
+            while True:
+                with suppress(httpx.TransportError):
+                    if (await http.get("/ready")).status_code == 200:
+                        return
+                assert time.monotonic() < until, "the application does not become ready"
+                await asyncio.sleep(0.25)
+
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
@@ -84,14 +103,6 @@ def cluster() -> Iterator[Cluster]:
     deployment = parse_deployment({**CONFIG, "port": port, "prefix": "/pebble"})
     with deployed([deployment]):
         found = Cluster(deployment.fleet.url)
-        asyncio.run(_ready(found))
+        asyncio.run(found.until_ready())
+        asyncio.run(found.until_open("quick", lambda count: count == 2))
         yield found
-
-
-async def _ready(found: Cluster) -> None:
-    until = time.monotonic() + PATIENCE_S
-    async with found.http() as http:
-        while (await http.get("/ready")).status_code != 200:
-            assert time.monotonic() < until, "the application does not become ready"
-            await asyncio.sleep(0.25)
-    await found.until_open("quick", lambda count: count == 2)

@@ -112,6 +112,19 @@ async def test_live_control_and_handles_reach_the_replica_of_each(served: Cluste
         assert gone.status_code == 404
 
 
+async def test_whoever_goes_away_is_not_worked_for(served: Cluster):
+    told = Told()
+    task = asyncio.create_task(tell(served.client(), told, question(0, "long"), max_tokens=3000))
+    await told.begun.wait()
+    assert await served.metric("thinkfold_running") == 1.0
+    task.cancel()
+    for _ in range(400):
+        if await served.metric("thinkfold_running") == 0.0:
+            break
+        await asyncio.sleep(0.05)
+    assert await served.metric("thinkfold_requests_total", finish_reason="abort") >= 1
+
+
 async def test_a_vote_runs_on_one_replica(served: Cluster):
     before = await served.metric("thinkfold_pool_routed_total", pool="quick", why="sibling")
     vote = {"thinkfold": {"vote": {"n": 6, "mode": "waves", "stop": "exact"}}}
@@ -166,6 +179,22 @@ async def test_a_lost_replica_under_load_loses_nobody_silently_and_doubles_nothi
     assert errors < count
     assert await served.metric("thinkfold_pool_events_total", pool="quick", event="failed") == failed + errors
     await served.until_open("quick", lambda replicas: replicas == 2)
+
+
+async def test_a_new_ingress_finds_the_cores_as_they_are(served: Cluster):
+    cores = served.cores("quick")
+    told = Told()
+    cut_off = asyncio.create_task(tell(served.client(), told, question(0, "long"), max_tokens=3000))
+    await told.begun.wait()
+    served.kill_ingress()
+    await cut_off
+    assert told.error is not None, "its connection broke"
+    await served.until_ready()
+    await served.until_open("quick", lambda replicas: replicas == 2)
+    assert served.cores("quick") == cores
+    chat = await served.client().chat.completions.create(model="pebble", messages=SUM, temperature=0)
+    assert chat.choices[0].finish_reason == "stop"
+    assert await served.metric("thinkfold_running") == 0.0, "what ran for the last one was aborted"
 
 
 async def test_a_pool_grows_with_its_predicted_kv_and_shrinks_without_a_loss(served: Cluster):
