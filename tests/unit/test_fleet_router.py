@@ -57,22 +57,22 @@ def test_the_most_recent_stay():
 def test_a_prompt_that_begins_with_an_earlier_one_goes_on_with_its_conversation():
     known = KnownPrefixes()
     first = [*SYSTEM, *tokens(1, 40)]
-    known.record((), first, "a")
-    known.record((), [*SYSTEM, *tokens(2, 40)], "b")
-    assert known.find((), [*first, *tokens(3, 99)]).before == "a"
-    stranger = known.find((), [*SYSTEM, *tokens(4, 40)])
+    known.record(known.path((), first), "a")
+    known.record(known.path((), [*SYSTEM, *tokens(2, 40)]), "b")
+    assert known.find(known.path((), [*first, *tokens(3, 99)])).before == "a"
+    stranger = known.find(known.path((), [*SYSTEM, *tokens(4, 40)]))
     assert stranger.before is None
     assert stranger.tokens == {"a": len(SYSTEM), "b": len(SYSTEM)}
-    assert known.find(("tenant=x",), first).tokens == {}
+    assert known.find(known.path(("tenant=x",), first)).tokens == {}
 
 
 def test_what_is_kept_of_prompts_is_bounded_salted_and_goes_with_its_replica():
     known, other = KnownPrefixes(most=8), KnownPrefixes(most=8)
     for each in (known, other):
-        each.record((), SYSTEM, "a")
+        each.record(each.path((), SYSTEM), "a")
     assert len(known) == 8
-    assert set(known._known._entries).isdisjoint(other._known._entries)
-    assert known.find((), SYSTEM).tokens == {"a": 8 * BLOCK}, "the ends of long prompts are forgotten first"
+    assert set(known.path((), SYSTEM)).isdisjoint(other.path((), SYSTEM))
+    assert known.find(known.path((), SYSTEM)).tokens == {"a": 8 * BLOCK}, "the ends of long prompts are forgotten first"
     known.forget_reader("a")
     assert len(known) == 0
 

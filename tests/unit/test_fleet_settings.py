@@ -16,11 +16,12 @@ from thinkfold.deploy.fleet.config import Replicas
 from thinkfold.deploy.fleet.engine import front_config
 from thinkfold.deploy.fleet.stats import counters_of, merged
 from thinkfold.deploy.ray_serve.below import BelowPrefix
-from thinkfold.deploy.ray_serve.core_host import CoreHost, Draining
+from thinkfold.deploy.ray_serve.core_host import SILENT_S, CoreHost, Draining
 from thinkfold.deploy.ray_serve.scaling import KVPeakPolicy
-from thinkfold.engine.messages import Abort, Dead, EngineStats, ModelInfo, News, Ready
+from thinkfold.engine.commands import Hash, Pause
+from thinkfold.engine.messages import Dead, EngineStats, ModelInfo, News, Ready
 from thinkfold.errors import EngineDeadError, ParameterError
-from thinkfold.types import EngineRequest, FinishReason, FoldMode, PromptState, SamplingParams, ThinkingPolicy
+from thinkfold.types import EngineRequest, FoldMode, PromptState, SamplingParams, ThinkingPolicy
 
 FILE = """
 name: acme
@@ -172,12 +173,12 @@ def ends(name: str):
 async def test_a_host_tells_its_reader_everything_and_drains():
     host = CoreHost(EngineConfig(own_process=False), build)
     await host.loaded()
+    with pytest.raises(EngineDeadError, match="silent"):
+        await host.send("somebody else", [request_of("x")], time.monotonic())
     stream = host.events("me")
     assert isinstance((await anext(stream))[0], Ready)
-    await host.send("somebody else", [request_of("x")], time.monotonic())
     await host.send("me", [request_of("r")], time.monotonic())
-    load = await host.load()
-    assert load == {"kv_peak": len(ids(OPEN_PROMPT)) + 13, "kv_capacity": 1600}
+    assert await host.load() == {"kv_peak": len(ids(OPEN_PROMPT)) + 13, "kv_capacity": 1600}
     await read(stream, ends("r"))
     assert (await host.load())["kv_peak"] == 0
     await host.health()
@@ -192,21 +193,47 @@ async def test_a_host_tells_its_reader_everything_and_drains():
         await host.health()
 
 
-async def test_a_new_reader_takes_the_place_of_the_last_and_ends_what_ran_for_it():
+async def test_two_readers_hear_of_their_own_requests_and_orders_only():
     host = CoreHost(EngineConfig(own_process=False), build)
     await host.loaded()
-    first = host.events("first")
-    await anext(first)
-    waiting = asyncio.create_task(read(first, lambda each: False))
-    await host.send("first", [request_of("r", budget=50)], time.monotonic())
-    second = host.events("second")
-    assert isinstance((await anext(second))[0], Ready)
-    await waiting
-    told = await read(second, ends("r"))
-    reason = [o.finish_reason for news in told if isinstance(news, News) for out in news.outputs for o in out.outputs]
-    assert reason[-1] in (FinishReason.ABORT, FinishReason.STOP)
-    await host.send("first", [Abort("r")], time.monotonic())
-    await host.drain(0)
+    streams = {name: host.events(name) for name in ("old", "new")}
+    for stream in streams.values():
+        await anext(stream)
+    for name in streams:
+        await host.send(name, [request_of(f"{name}-r"), Hash(call=0, request_id=f"{name}-r")], time.monotonic())
+    told = {name: await read(stream, ends(f"{name}-r")) for name, stream in streams.items()}
+    for name, events in told.items():
+        news = [event for event in events if isinstance(event, News)]
+        assert {output.request_id for each in news for output in each.outputs} == {f"{name}-r"}
+        assert [answer.call for each in news for answer in each.answers] == [0]
+    await asyncio.gather(host.drain(0), *(read(stream, lambda each: False) for stream in streams.values()))
+
+
+async def test_nobody_works_for_a_reader_that_has_gone():
+    now = [0.0]
+    host = CoreHost(EngineConfig(own_process=False, watchdog_s=1e6), build, clock=lambda: now[0])
+    await host.loaded()
+    gone, here = host.events("gone"), host.events("here")
+    await anext(gone)
+    await anext(here)
+    await host.send("gone", [request_of("r", budget=50), Pause(call=0, request_id="r")], 0.0)
+    await read(gone, lambda each: isinstance(each, News) and bool(each.answers))
+    now[0] = SILENT_S + 1.0
+    await host.send("here", [], now[0])
+    await host.health()
+    await read(gone, lambda each: False)  # it ends
+    with pytest.raises(EngineDeadError, match="silent"):
+        await host.send("gone", [], now[0])
+    for _ in range(3000):
+        if (await host.load())["kv_peak"] == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert (await host.load())["kv_peak"] == 0, "its request was aborted"
+    await host.send("here", [request_of("mine")], now[0])
+    assert any(ends("mine")(each) for each in await read(here, ends("mine")))
+    drained = asyncio.create_task(host.drain(0))
+    assert isinstance((await read(here, lambda each: isinstance(each, Dead)))[-1], Dead)
+    await drained
 
 
 async def test_a_host_without_a_model_says_why():

@@ -78,10 +78,6 @@ class FleetClient:
     def pool_of(self, tier: str) -> PoolState:
         return self.pools.get(tier) or self.pools[self._default]
 
-    def pool_of_handle(self, handle: str) -> PoolState:
-        """Raises NotFoundError."""
-        return self.pools[self._orders.owner(handle).pool]
-
     def stats(self) -> EngineStats:
         """Of all cores together; what waits for a replica waits."""
         replicas = [replica.stats for pool in self.pools.values() for replica in list(pool.replicas.values())]
@@ -136,7 +132,7 @@ class FleetClient:
     def lose(self, name: str, reason: str) -> None:
         """A replica has gone."""
         replica = self._replica(name)
-        if replica is None:
+        if replica is None or self._stopped:
             return
         pool = self.pools[replica.pool]
         del pool.replicas[name]

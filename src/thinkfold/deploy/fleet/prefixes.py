@@ -17,6 +17,7 @@ from thinkfold.deploy.fleet.recent import Recent
 
 BLOCK = 16  # tokens
 MOST_BLOCKS = 262_144
+Path = Sequence[bytes]
 
 
 @dataclass(slots=True)
@@ -45,9 +46,12 @@ class KnownPrefixes:
     def __len__(self) -> int:
         return len(self._known)
 
-    def record(self, namespace: tuple[str, ...], ids: Sequence[int], reader: str) -> None:
+    def path(self, namespace: tuple[str, ...], ids: Sequence[int]) -> Path:
+        """Names of a prompt's beginnings of whole blocks, short ones first."""
+        return list(self._names(namespace, ids))
+
+    def record(self, path: Path, reader: str) -> None:
         """`reader` computes this prompt, or what a next one will begin with."""
-        path = list(self._path(namespace, ids))
         for depth, name in reversed(list(enumerate(path))):  # the beginning is used last, so it is forgotten last
             beginning = self._known.get(name) or _Beginning()
             beginning.readers.add(reader)
@@ -55,7 +59,7 @@ class KnownPrefixes:
                 beginning.ended = reader
             self._known.put(name, beginning)
 
-    def find(self, namespace: tuple[str, ...], ids: Sequence[int]) -> Found:
+    def find(self, path: Path) -> Found:
         """What is known of a prompt's beginnings.
 
         A prompt that begins with the whole of an earlier one goes on with its conversation; one that only shares
@@ -63,7 +67,7 @@ class KnownPrefixes:
         """
         tokens: dict[str, int] = {}
         before: str | None = None
-        for depth, name in enumerate(self._path(namespace, ids), 1):
+        for depth, name in enumerate(path, 1):
             beginning = self._known.get(name)
             if beginning is None:
                 break
@@ -82,8 +86,7 @@ class KnownPrefixes:
 
         self._known.drop_where(emptied)
 
-    def _path(self, namespace: tuple[str, ...], ids: Sequence[int]) -> Iterator[bytes]:
-        """Names of the beginnings of whole blocks, short ones first."""
+    def _names(self, namespace: tuple[str, ...], ids: Sequence[int]) -> Iterator[bytes]:
         chain = blake2b(repr(namespace).encode(), key=self._salt, digest_size=16)
         whole = array("q", ids[: len(ids) // BLOCK * BLOCK])
         for start, end in pairwise(range(0, len(whole) + 1, BLOCK)):

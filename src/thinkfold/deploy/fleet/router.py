@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from thinkfold.deploy.fleet.prefixes import KnownPrefixes
+from thinkfold.deploy.fleet.prefixes import KnownPrefixes, Path
 from thinkfold.deploy.fleet.recent import Recent
 
 MOST_SESSIONS = 65_536
@@ -70,17 +70,19 @@ class AffinityRouter:
         self._sessions: Recent[tuple[tuple[str, ...], str], str] = Recent(MOST_SESSIONS)
 
     def place(self, ask: Ask, places: Sequence[Place]) -> Placed:
-        placed = self._choose(ask, {place.name: place for place in places})
+        path = self._prefixes.path(ask.namespace, ask.ids)
+        placed = self._choose(ask, path, {place.name: place for place in places})
         self._questions.put((ask.namespace, ask.question), placed.name)
         if ask.session:
             self._sessions.put((ask.namespace, ask.session), placed.name)
-        self._prefixes.record(ask.namespace, ask.ids, placed.name)
+        self._prefixes.record(path, placed.name)
         return placed
 
     def follow(self, namespace: tuple[str, ...], ids: Sequence[int]) -> str | None:
-        before = self._prefixes.find(namespace, ids).before
+        path = self._prefixes.path(namespace, ids)
+        before = self._prefixes.find(path).before
         if before is not None:
-            self._prefixes.record(namespace, ids, before)
+            self._prefixes.record(path, before)
         return before
 
     def forget_replica(self, name: str) -> None:
@@ -92,14 +94,14 @@ class AffinityRouter:
         """Of namespaces that begin with `labels`; "" is every session."""
         self._sessions.drop_where(lambda key, _: key[0][: len(labels)] == labels and session in ("", key[1]))
 
-    def _choose(self, ask: Ask, places: dict[str, Place]) -> Placed:
+    def _choose(self, ask: Ask, path: Path, places: dict[str, Place]) -> Placed:
         question = self._questions.get((ask.namespace, ask.question))
         if question in places:
             return Placed(question, "sibling")
         session = self._sessions.get((ask.namespace, ask.session)) if ask.session else None
         if session in places:
             return Placed(session, "session")
-        found = self._prefixes.find(ask.namespace, ask.ids)
+        found = self._prefixes.find(path)
         known = {name: found.tokens.get(name, 0) for name in places}
         before = found.before
         if before in places and places[before].free + known[before] >= ask.entries:

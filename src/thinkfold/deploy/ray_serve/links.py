@@ -26,6 +26,7 @@ from thinkfold.engine.messages import Command, Dead, News, Ready
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_SIGN_S = 2.0  # so often a core hears that somebody reads it
 
 
 class CoreLink:
@@ -46,6 +47,11 @@ class CoreLink:
     @property
     def pool(self) -> str:
         return self._pool
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has told of the core's end."""
+        return self._task.done()
 
     def send(self, command: Command) -> None:
         self._commands.append(command)
@@ -94,7 +100,9 @@ class CoreLink:
     async def _send_all(self, core: Any) -> None:
         with contextlib.suppress(RayError):  # who listens hears of it
             while True:
-                await self._waiting.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_SIGN_S):
+                        await self._waiting.wait()
                 self._waiting.clear()
                 commands, self._commands = self._commands, []
                 await core.send.remote(self._reader, commands, time.monotonic())
@@ -124,12 +132,12 @@ class Finder:
             await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
-        """Link to cores that are new, and forget those that have gone. A name never comes back."""
+        """Link to cores that are new, and forget links that have told their core's end."""
         actors = cast(list[dict[str, str]], await asyncio.to_thread(list_named_actors, True))
         names = {actor["name"] for actor in actors if actor["namespace"] == NAMESPACE}
+        for name in [name for name, link in self._links.items() if link.ended]:
+            del self._links[name]  # one that still lives has let go of us: it is linked again
         for name in names - self._links.keys():
             pool = next((pool for prefix, pool in self._prefixes.items() if name.startswith(prefix)), None)
             if pool is not None:
                 self._links[name] = CoreLink(name, pool, self._fleet)
-        for name in self._links.keys() - names:
-            await self._links.pop(name).close()
