@@ -40,7 +40,9 @@ def draw(found: dict[str, dict[str, Any]], out: Path) -> None:
         numbers, colour = row["metrics"], OURS if engine.startswith("thinkfold") else OTHERS
         place, use = (numbers["p50_s"], 100 * numbers["accuracy"]), numbers.get("kv_use_peak")
         label = f"{engine}\nKV not told" if use is None else f"{engine}\n{use:.0%} of the KV pool"
-        axes.scatter(*place, s=40 + 2000 * (use or 0), color="none" if use is None else colour, edgecolor=colour, alpha=0.6)
+        axes.scatter(
+            *place, s=40 + 2000 * (use or 0), color="none" if use is None else colour, edgecolor=colour, alpha=0.6
+        )
         axes.annotate(label, place, xytext=(0, 22), textcoords="offset points", color=colour, ha="center", fontsize=9)
     axes.set(xlabel="seconds an answer (median)", ylabel="right answers, %")
     axes.set_xlim(left=0)

@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import httpx
 import openai
 
-from thinkfold.cli.deploy import deployed
+from thinkfold.cli.deploy import deployed, services
 from thinkfold.cli.fleet_settings import parse_deployment
 
 PATIENCE_S = 120.0
+PREFIX = "/pebble"
 CONFIG = {
     "engine": {"model": "pebble", "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_bytes": 32 * 1024 * 1024},
     "default": "quick",
@@ -74,6 +77,18 @@ class Cluster:
 
         ray.kill(ray.get_actor(core, namespace="thinkfold"))
 
+    def upgrade(self, **engine: Any) -> None:
+        """Deploy the application again with other settings of the engine, and wait until it runs."""
+        from ray import serve
+
+        from thinkfold.deploy.ray_serve.app import build_application
+
+        port = int(self.url.split(":")[2].partition("/")[0])
+        changed = {**CONFIG, "engine": {**CONFIG["engine"], **engine}, "port": port, "prefix": PREFIX}
+        deployment = parse_deployment(changed)
+        application = build_application(deployment.fleet, partial(services, deployment))
+        serve.run(application, name=deployment.fleet.name, route_prefix=PREFIX)
+
     def kill_ingress(self) -> None:
         """End the process of the door."""
         import ray
@@ -100,7 +115,7 @@ def cluster() -> Iterator[Cluster]:
     os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    deployment = parse_deployment({**CONFIG, "port": port, "prefix": "/pebble"})
+    deployment = parse_deployment({**CONFIG, "port": port, "prefix": PREFIX})
     with deployed([deployment]):
         found = Cluster(deployment.fleet.url)
         asyncio.run(found.until_ready())

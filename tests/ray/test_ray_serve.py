@@ -219,3 +219,21 @@ async def test_a_pool_grows_with_its_predicted_kv_and_shrinks_without_a_loss(ser
     for told in await asyncio.gather(*tasks, *late):
         assert told.error is None and told.finish in ("stop", "length")
     assert await served.metric("thinkfold_pool_events_total", pool="deep", event="failed") == 0
+
+
+async def test_an_upgrade_loses_nobody(served: Cluster):
+    client, cores = served.client(), served.cores("quick")
+    streams = [Told() for _ in range(4)]
+    tasks = [
+        asyncio.create_task(tell(client, told, question(4 * i, "long"), seed=i, max_tokens=3000))
+        for i, told in enumerate(streams)
+    ]
+    await asyncio.gather(*(told.begun.wait() for told in streams))
+    upgrade = asyncio.create_task(asyncio.to_thread(served.upgrade, max_num_seqs=7))
+    later: list[Told] = []
+    while not upgrade.done() or set(cores) & set(served.cores("quick")):
+        later.append(await tell(client, Told(), question(len(later)), seed=1, max_tokens=50))
+        assert len(later) < 1000
+    await upgrade
+    for told in [*await asyncio.gather(*tasks), *later]:
+        assert told.error is None and told.finish in ("stop", "length")

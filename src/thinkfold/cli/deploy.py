@@ -64,7 +64,6 @@ def deployed(found: Sequence[Deployment], address: str | None = None) -> Iterato
     try:
         import ray
         from ray import serve
-        from ray.serve.exceptions import RayServeException
     except ModuleNotFoundError as error:
         raise ParameterError("deploy", f"needs {error.name}: pip install 'thinkfold[ray]'") from None
     from thinkfold.deploy.ray_serve.app import build_application
@@ -80,14 +79,25 @@ def deployed(found: Sequence[Deployment], address: str | None = None) -> Iterato
         serve.start(http_options={"host": found[0].fleet.host, "port": found[0].fleet.port})
         for each in found:
             application = build_application(each.fleet, partial(services, each))
-            serve.run(application, name=each.fleet.name, route_prefix=each.fleet.prefix)
+            try:
+                serve.run(application, name=each.fleet.name, route_prefix=each.fleet.prefix)
+            except RuntimeError:  # what Serve says of a deployment that does not start; it knows why by itself
+                raise EngineDeadError(f"{each.fleet.name} does not start: {_why(each.fleet.name)}") from None
         yield
-    except RayServeException as error:
-        raise EngineDeadError(f"the application does not start: {error}") from None
     finally:
         if address is None:
             serve.shutdown()
             ray.shutdown()
+
+
+def _why(app: str) -> str:
+    """The last word of the deployments that have not started."""
+    from ray import serve
+
+    deployments = serve.status().applications[app].deployments.values()
+    lines = [line.strip() for each in deployments if each.status != "HEALTHY" for line in each.message.splitlines()]
+    ours = [line for line in lines if line.startswith("thinkfold.errors.")]
+    return (ours or [line for line in lines if line] or ["see the logs of Ray"])[-1].removeprefix("thinkfold.errors.")
 
 
 def services(found: Deployment) -> tuple[ServerOptions, Access, Sequence[WarmPrefix]]:
