@@ -25,7 +25,7 @@ CONFIG = {
     "engine": {"model": "pebble", "max_model_len": 4096, "max_num_seqs": 8, "kv_cache_bytes": 32 * 1024 * 1024},
     "default": "quick",
     "pools": {
-        "quick": {"budget": 1024, "replicas": 2, "cpus": 0.1, "drain_s": 30},
+        "quick": {"budget": 1024, "replicas": 2, "cpus": 0.1, "drain_s": 100},
         "deep": {
             "budget": 2048,
             "replicas": {"min": 1, "max": 3, "target": 0.6, "up_delay_s": 0.0, "down_delay_s": 2.0},

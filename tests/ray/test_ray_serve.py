@@ -225,7 +225,7 @@ async def test_an_upgrade_loses_nobody(served: Cluster):
     client, cores = served.client(), served.cores("quick")
     streams = [Told() for _ in range(4)]
     tasks = [
-        asyncio.create_task(tell(client, told, question(4 * i, "long"), seed=i, max_tokens=3000))
+        asyncio.create_task(tell(client, told, question(4 * i, "long"), seed=i, max_tokens=800))
         for i, told in enumerate(streams)
     ]
     await asyncio.gather(*(told.begun.wait() for told in streams))
