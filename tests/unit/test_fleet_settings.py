@@ -72,6 +72,7 @@ POOL = {"budget": 1}
         ({"pools": {"a": {**POOL, "replicas": "many"}}}, "pools.a.replicas"),
         ({"pools": {"a": {**POOL, "gpus": -1}}}, "pools.a.gpus"),
         ({"pools": {"a": {**POOL, "cpus": "two"}}}, "pools.a.cpus"),
+        ({"pools": {"a": {**POOL, "gpus": 1, "engine": {"tensor_parallel_size": 2}}}}, "pools.a.gpus"),
         ({"pools": {"a": {**POOL, "engine": {"modell": "x"}}}}, "pools.a.engine.modell"),
         ({"pools": {"a": {**POOL, "engine": {"max_num_seqs": "x"}}}}, "pools.a.engine.max_num_seqs"),
         ({"pools": {"a": {**POOL, "engine": {"model": "x"}}, "b": POOL}, "default": "a"}, "pools.b.engine.model"),

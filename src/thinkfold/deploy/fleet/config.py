@@ -27,6 +27,7 @@ POOL_SETTINGS = frozenset(
         "kv_cache_bytes",
         "kv_cache_dtype",
         "swap_space_bytes",
+        "tensor_parallel_size",
         "gpu_memory_utilization",
         "pipeline_depth",
         "enforce_eager",
@@ -79,6 +80,9 @@ class Pool:
         number("cpus", self.cpus, 0.0, 4096.0)
         number("gpus", self.gpus, 0.0, 64.0)
         number("drain_s", self.drain_s, 0.0, 86_400.0)
+        ranks = self.engine.tensor_parallel_size
+        if 0.0 < self.gpus < ranks:
+            raise ParameterError("gpus", f"must be at least tensor_parallel_size ({ranks}), got {self.gpus:g}")
 
     @property
     def name(self) -> str:

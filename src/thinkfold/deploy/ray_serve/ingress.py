@@ -17,6 +17,7 @@ from thinkfold.deploy.ray_serve.links import Finder
 from thinkfold.errors import EngineDeadError
 from thinkfold.server.access.gate import Access
 from thinkfold.server.app import build_app
+from thinkfold.server.contract import EngineSlot
 from thinkfold.server.prefixes import WarmPrefix, warm
 from thinkfold.server.state import ServerOptions
 
@@ -37,12 +38,14 @@ class Ingress:
         return BelowPrefix(self._app)
 
     async def check_health(self) -> None:
-        """Raises for an engine that has died; Serve then starts another ingress."""
-        slot = self._app.state.thinkfold.slot
-        if slot.failure is not None:
-            raise EngineDeadError(f"the model could not be loaded: {slot.failure}")
-        if slot.engine is not None and not slot.engine.health().alive:
-            raise EngineDeadError(slot.engine.health().reason)
+        """Raises for an engine that has died; Serve then starts another ingress.
+
+        Serve asks for the first time before it sends requests here: the answer waits for the first replica.
+        """
+        slot: EngineSlot = self._app.state.thinkfold.slot
+        engine = await slot.loaded()
+        if not engine.health().alive:
+            raise EngineDeadError(engine.health().reason)
 
 
 def _build(fleet: Fleet, services: Services) -> FastAPI:
