@@ -17,6 +17,7 @@ from thinkfold.types import SamplingParams, ThinkingParams
 
 SMALL = {"model": small_pebble(), "load_format": "dummy", "kv_cache_bytes": 32 << 20, "tensor_parallel_size": 2}
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
 LONG = SamplingParams(max_tokens=8000, ignore_eos=True)
 
 
@@ -31,28 +32,7 @@ async def gone(processes: list[psutil.Process]) -> None:
     assert not left, "a process is left behind"
 
 
-async def test_a_rank_that_is_killed_ends_the_engine_and_is_named():
-    before = set(psutil.Process().children(recursive=True))
-    engine = await AsyncEngine.start(EngineConfig(**SMALL))
-    try:
-        (rank,) = started(before)
-        prompt = engine.prompts.encode_chat([{"role": "user", "content": "hi"}])
-        done = await collect(engine, prompt, SamplingParams(max_tokens=5, ignore_eos=True), NO_LIMIT)
-        assert done.error is None and len(done.outputs[0].token_ids) == 5
-        stream = engine.generate(prompt, LONG, NO_LIMIT)
-        await anext(stream)
-        rank.kill()
-        with pytest.raises(EngineDeadError, match="rank 1 of 2 has gone"):
-            async for _ in stream:
-                pass
-        await asyncio.wait_for(engine.ended.wait(), 10)
-        assert not engine.health().alive
-    finally:
-        await engine.stop()
-    await gone([rank])
-
-
-async def test_an_idle_engine_notices_too_and_a_core_that_is_killed_takes_its_ranks_along():
+async def test_a_rank_that_is_killed_is_named_and_a_core_that_is_killed_takes_its_ranks_along():
     before = set(psutil.Process().children(recursive=True))
     here, there = await asyncio.gather(
         AsyncEngine.start(EngineConfig(**SMALL)), AsyncEngine.start(EngineConfig(**SMALL, own_process=True))
@@ -61,9 +41,19 @@ async def test_an_idle_engine_notices_too_and_a_core_that_is_killed_takes_its_ra
         everybody = {process.pid: process for process in started(before)}
         assert len(everybody) == 3
         core = everybody[there._client._process.pid]
-        (ours,) = [p for p in everybody.values() if p.ppid() == os.getpid() and p != core]
-        ours.kill()
+        (rank,) = [p for p in everybody.values() if p.ppid() == os.getpid() and p != core]
+        prompt = here.prompts.encode_chat([{"role": "user", "content": "hi"}])
+        jobs = [collect(engine, prompt, SHORT, NO_LIMIT) for engine in (here, there)]
+        ours, theirs = await asyncio.gather(*jobs)
+        assert ours.error is None and ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        stream = here.generate(prompt, LONG, NO_LIMIT)
+        await anext(stream)
+        rank.kill()
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 has gone"):
+            async for _ in stream:
+                pass
         await asyncio.wait_for(here.ended.wait(), 10)
+        assert not here.health().alive
         core.kill()
         await asyncio.wait_for(there.ended.wait(), 10)
     finally:

@@ -14,11 +14,14 @@ from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.build import build_core
 from thinkfold.engine.core import EngineCore
+from thinkfold.errors import EngineDeadError, ParameterError
 from thinkfold.llm import collect
 from thinkfold.pebble import pebble_path
 from thinkfold.runner import loader
+from thinkfold.runner.folder import Folder
+from thinkfold.runner.model_runner import ModelRunner
 from thinkfold.runner.storage import page_bytes
-from thinkfold.types import FOLD_PROFILES, FoldProfile, SamplingParams, ThinkingParams
+from thinkfold.types import FOLD_PROFILES, FoldProfile, Grammar, SamplingParams, ThinkingParams, Until
 
 THINK = AutoTokenizer.from_pretrained(pebble_path()).convert_tokens_to_ids("<think>")
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
@@ -42,11 +45,6 @@ def short_segments():
         yield
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
-def model(request, tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-
-
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     return checkpoint(tmp_path_factory.mktemp("one"), "qwen3", tie_word_embeddings=True)
@@ -61,12 +59,13 @@ def config(model, ranks=1, pages=400, **changes):
         "max_num_seqs": 8,
         "own_process": False,
         "fold_profile": "fine",
+        "fold_policy": "eager",
         "watchdog_s": 30.0,
     }
     return EngineConfig(**base | changes)
 
 
-async def answers(config, *, length=110, **sampling):
+async def answers(config, *, length=90, questions=QUESTIONS, **sampling):
     """Results by question, all asked together, and the engine's counters."""
     build = build_with_threads if config.tensor_parallel_size > 1 else build_core
     engine = await AsyncEngine.start(config, build=build)
@@ -79,7 +78,7 @@ async def answers(config, *, length=110, **sampling):
             forced_tokens=(THINK,),
             logit_bias={engine.family.end_token_id: -100.0},  # random weights would close thinking soon
         )
-        prompts = [engine.prompts.encode_chat([{"role": "user", "content": q}]) for q in QUESTIONS]
+        prompts = [engine.prompts.encode_chat([{"role": "user", "content": q}]) for q in questions]
         jobs = [collect(engine, p, replace(base, seed=i, **sampling), NO_LIMIT) for i, p in enumerate(prompts)]
         results = await asyncio.gather(*jobs)
         return results, engine.stats()
@@ -105,38 +104,157 @@ async def same(one, many, *, error=2e-4, **sampling):
     return stats
 
 
-@pytest.mark.parametrize("policy", ["off", "eager"])
-async def test_two_ranks_draw_the_tokens_of_one(model, policy):
-    stats = await same(config(model, fold_policy=policy), config(model, 2, fold_policy=policy))
-    assert (stats.folds >= 3) is (policy == "eager")
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3", {"pipeline_depth": 1, "max_num_batched_tokens": 5}),
+        ("qwen2", {}),
+        ("llama", {"fold_policy": "off"}),
+    ],
+)
+async def test_two_ranks_draw_the_tokens_of_one(tmp_path, kind, changes):
+    """Folded or not, at once or a step ahead, and where a prompt is longer than a chunk."""
+    folder = checkpoint(tmp_path, kind)
+    stats = await same(config(folder, **changes), config(folder, 2, **changes))
+    assert (stats.folds >= 3) is (changes.get("fold_policy") != "off")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pipeline_depth": 1, "max_num_batched_tokens": 5},
         {"pages": 24, "admission": "greedy", "fold_policy": "pressure"},
-        {"pages": 24, "admission": "greedy", "swap_space_bytes": 256 * PAGE_BYTES},
-        {"kv_cache_dtype": "auto", "pages": 100},
-        {"fold_storage": "int4", "pages": 24, "admission": "greedy"},
+        {"pages": 20, "admission": "greedy", "swap_space_bytes": 256 * PAGE_BYTES},
+        {"pages": 100, "kv_cache_dtype": "auto"},
+        {"pages": 20, "admission": "greedy", "fold_storage": "int4"},
     ],
-    ids=["small chunks, a step ahead", "pressure", "swapped", "fp8", "int4"],
+    ids=["pressure", "swapped", "fp8", "int4"],
 )
 async def test_memory_of_all_kinds_is_split(qwen3, changes):
-    changes = {"fold_policy": "eager", **changes}
-    two = dict(changes)
-    if "swap_space_bytes" in two:
-        two["swap_space_bytes"] //= 2
+    two = {**changes, "swap_space_bytes": changes.get("swap_space_bytes", 0) // 2}
     stats = await same(config(qwen3, **changes), config(qwen3, 2, **two), error=2e-3)
     assert stats.folds > 0
-    print(stats.pressure, stats.folds)
+    if changes.get("admission") == "greedy":
+        rung = {"pressure": "fold", "int4": "preempt"}.get(changes.get("fold_policy") or changes.get("fold_storage"))
+        assert stats.pressure[rung or "swap"] > 0
+
+
+async def test_pebble_with_the_table_that_it_is_shipped_with():
+    """Also where no head of one rank has an entry that stands for others, and another's has."""
+    changes = {"kv_cache_bytes": 32 << 20}
+    stats = await same(config("pebble", **changes), config("pebble", 2, **changes), length=78, questions=QUESTIONS[2:])
+    assert stats.folds >= 1
 
 
 async def test_four_ranks_of_two_kv_heads_hold_each_twice(tmp_path):
+    """Folds of two copies of a head are two folds: tokens are those of one card only until the first."""
     folder = checkpoint(tmp_path, "qwen3", num_key_value_heads=2)
-    await same(config(folder, fold_policy="off"), config(folder, 4, fold_policy="off"))
+    (one,), _ = await answers(config(folder), length=78, questions=QUESTIONS[2:])
+    (four,), stats = await answers(config(folder, 4), length=78, questions=QUESTIONS[2:])
+    assert four.error is None and stats.folds >= 1 and stats.kv_pages.held == 0
+    raw = four.outputs[0].folds[0].end
+    assert four.outputs[0].token_ids[:raw] == one.outputs[0].token_ids[:raw]
+    assert [o.folds[0].end for o in (*one.outputs, *four.outputs)] == [raw, raw]
 
 
-async def test_branches_penalties_and_bans_are_rank_0s_business(qwen3):
-    sampling = {"n": 3, "frequency_penalty": 0.7, "top_k": 30, "repetition_penalty": 1.2, "min_tokens": 20}
-    await same(config(qwen3, fold_policy="eager"), config(qwen3, 2, fold_policy="eager"), **sampling)
+async def everything(config):
+    """What becomes of one engine's requests that fork, go back, are probed, bound by a grammar, cached or given up."""
+    build = build_with_threads if config.tensor_parallel_size > 1 else build_core
+    engine = await AsyncEngine.start(config, build=build)
+    try:
+        base = SamplingParams(
+            temperature=0.8, seed=3, max_tokens=90, ignore_eos=True, forced_tokens=(THINK,), frequency_penalty=0.4
+        )
+        base = replace(base, logit_bias={engine.family.end_token_id: -100.0})
+        prompt = engine.prompts.encode_chat([{"role": "user", "content": QUESTIONS[1]}])
+        given_up = engine.generate(prompt, replace(base, max_tokens=600, n=2), NO_LIMIT, request_id="given up")
+        found = []
+        while (await anext(given_up)).outputs[0].num_output_tokens < 20:
+            pass
+        part = [o async for o in engine.generate(prompt, base, NO_LIMIT, until=Until(max_tokens=70))]
+        handle = part[-1].outputs[0].handle
+        await engine.pause("given up")
+        probe = await engine.probe("given up", engine.prompts.encode_more("So: "), 5, choice=1)
+        assert len(probe.token_ids) == 5
+        await given_up.aclose()
+        for seed in (9, None):
+            child = [o async for o in engine.extend(handle.id, seed=seed)]
+            found.append([t for o in child for t in o.outputs[0].token_ids])
+        bound = replace(base, grammar=Grammar.regex("[a-d]{5,9}"), ignore_eos=False, forced_tokens=(), logit_bias={})
+        again = await collect(engine, prompt, bound, ThinkingParams(enabled=False))
+        found.append((again.outputs[0].text, again.costs.cached_tokens))
+        many = await collect(engine, prompt, replace(base, n=3, top_k=20, min_tokens=5), NO_LIMIT)
+        found.append([o.token_ids for o in many.outputs])
+        await engine.drop(handle.id)
+        return found, engine.stats()
+    finally:
+        await engine.stop()
+
+
+async def test_forks_probes_grammars_and_those_who_give_up(qwen3):
+    (one, _), (two, stats) = await everything(config(qwen3)), await everything(config(qwen3, 2, pipeline_depth=1))
+    assert two == one
+    assert stats.folds > 3 and stats.kv_pages.held == 0
+
+
+@pytest.mark.parametrize("name", ["prepare", "commit"])
+async def test_a_fold_that_another_rank_fails_ends_its_request_only(qwen3, monkeypatch, name):
+    method, failed = getattr(Folder, name), []
+
+    def fails(self, work, *more):
+        if self._own._shard.rank and not failed:
+            failed.append(work.fold_id)
+            raise ValueError("not here")
+        return method(self, work, *more)
+
+    monkeypatch.setattr(Folder, name, fails)
+    results, stats = await answers(config(qwen3, 2))
+    assert [r.error is None for r in results].count(False) == len(failed) == 1
+    assert next(r.error for r in results if r.error).endswith("a fold failed: on another rank, see its log")
+    assert stats.folds >= 2 and stats.kv_pages.held == 0
+
+
+async def test_what_a_rank_raises_is_what_the_engine_died_of(qwen3, monkeypatch):
+    follow, calls = ModelRunner.follow, []
+
+    def fails(self, plan):
+        calls.append(plan.step)
+        if len(calls) == 5:
+            raise IndexError("a bug of mine")
+        follow(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "follow", fails)
+    with pytest.raises(EngineDeadError, match="rank 1 of 2 has failed: IndexError: a bug of mine"):
+        await answers(config(qwen3, 2))
+
+
+async def test_an_idle_engine_notices_that_a_rank_is_lost(qwen3):
+    cores = []
+
+    def build(config):
+        core, model = build_with_threads(config)
+        cores.append(core)
+        return core, model
+
+    engine = await AsyncEngine.start(config(qwen3, 2), build=build)
+    try:
+        cores[0].ranks._ranks._lines[0].send_bytes(b"no plan")
+        await asyncio.wait_for(engine.ended.wait(), 20)
+        assert not engine.health().alive
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 has failed: UnpicklingError"):
+            await collect(engine, [5], SamplingParams(max_tokens=2), NO_LIMIT)
+    finally:
+        await engine.stop()
+
+
+async def test_a_rank_that_cannot_start_says_why(qwen3, monkeypatch):
+    def no_room(config, shard):
+        if shard.rank:
+            raise ParameterError("kv_cache_bytes", "rank 1 has no room")
+        return load_alone(config, shard)
+
+    monkeypatch.setattr(loader, "load", no_room)
+    with pytest.raises(ParameterError, match="rank 1 has no room"):
+        await AsyncEngine.start(config(qwen3, 2), build=build_with_threads)
+    monkeypatch.setattr(loader, "load", load_alone)
+    with pytest.raises(ParameterError, match="max_model_len"):
+        await AsyncEngine.start(config(qwen3, 2, max_model_len=10**6), build=build_with_threads)

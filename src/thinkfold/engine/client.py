@@ -23,10 +23,10 @@ from thinkfold.engine.core import EngineCore
 from thinkfold.engine.loop import run_core
 from thinkfold.engine.messages import Command, Dead, Event, ModelInfo, Stop
 from thinkfold.runner.loader import pick_device
+from thinkfold.runner.ranks import GC_OBJECTS
 
 Build = Callable[[EngineConfig], tuple[EngineCore, ModelInfo]]
 _JOIN_S = 10.0
-_GC_OBJECTS = 50_000  # a step makes thousands that live for a step; next to none are cycles
 
 
 class CoreClient(Protocol):
@@ -112,7 +112,7 @@ class ProcessClient:
 def _run_process(build: Build, config: EngineConfig, inbox: Queue[Command], outbox: Queue[Event]) -> None:
     """Run the core in this process, which ends on `Stop` or with its parent, not on the terminal's Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.set_threshold(_GC_OBJECTS)
+    gc.set_threshold(GC_OBJECTS)
     threading.Thread(target=_end_with_parent, name="thinkfold-parent", daemon=True).start()
     run_core(build, config, inbox, outbox.put)
 

@@ -127,7 +127,7 @@ class Folder:
         numbers = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[heads]
         targets = self._tables.entry_ids(work.slot, heads, starts[heads] + numbers)
         indices = summary.indices[0].flatten(0, 1)
-        if summary.pooled is None:
+        if summary.pooled is None or not summary.pooled.bias.shape[-1]:  # no head of this rank has one
             storage.write(targets, storage.read(storage.token_ids(pages, heads, indices[heads, numbers])))
             return
         storage.need_bias()

@@ -14,6 +14,7 @@ import os
 import signal
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _READY = "ready"
 _STOP = b""
 _JOIN_S = 5.0
+GC_OBJECTS = 50_000  # a step makes thousands that live for a step; next to none are cycles
 _LAST_WORDS_S = 2.0  # what a rank has to say arrives after its peers have noticed
 
 
@@ -233,26 +235,32 @@ def follow(config: EngineConfig, shard: Shard, rendezvous: Path, line: Connectio
     """Be a rank: load its shard, then follow the plans that come over the line until it is told to stop."""
     with line:
         try:
-            loaded = loader.load(config, shard)
-            line.send(_READY)
-            line.recv()
-            group = _group(shard, rendezvous, loaded.device, config)
-            runner, reader = ModelRunner(config, loaded=loaded), PlanReader()
-            gc.collect()
-            while (data := line.recv_bytes()) != _STOP:
-                runner.follow(reader.read(data))
-            del group
+            _follow(config, shard, rendezvous, line)
         except (EOFError, ConnectionError):
             return  # rank 0 has gone, and takes what it started along
         except BaseException as error:
             logger.exception("rank %d has failed", shard.rank)
             with contextlib.suppress(OSError):
                 line.send(error if isinstance(error, ParameterError) else f"{type(error).__name__}: {error}")
+            traceback.clear_frames(error.__traceback__)  # its end of the group goes, so that nobody waits for it
+
+
+def _follow(config: EngineConfig, shard: Shard, rendezvous: Path, line: Connection) -> None:
+    loaded = loader.load(config, shard)
+    line.send(_READY)
+    line.recv()
+    group = _group(shard, rendezvous, loaded.device, config)
+    runner, reader = ModelRunner(config, loaded=loaded), PlanReader()
+    gc.collect()
+    while (data := line.recv_bytes()) != _STOP:
+        runner.follow(reader.read(data))
+    del group
 
 
 def _run_process(config: EngineConfig, shard: Shard, rendezvous: Path, line: Connection) -> None:
     """Follow in this process, which ends with rank 0's, not on the terminal's Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(GC_OBJECTS)
     threading.Thread(target=_end_with_parent, name="thinkfold-parent", daemon=True).start()
     torch.set_num_threads(max(1, torch.get_num_threads() // shard.size))
     follow(config, shard, rendezvous, line)
