@@ -8,12 +8,16 @@ import math
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 from server_stand_in import EOS, ScriptedEngine, chat, serving
 
+from thinkfold.deploy.fleet.client import FleetClient
+from thinkfold.deploy.fleet.metrics import FleetCollector
 from thinkfold.engine.samples import Question
 from thinkfold.types import (
     CompletionOutput,
@@ -120,6 +124,13 @@ async def test_labels_are_bounded() -> None:
     assert len(ThinkingEndReason) <= 16
 
 
+def fleet_exposition() -> str:
+    """What a fleet adds, as it is with no pool."""
+    registry = CollectorRegistry()
+    registry.register(FleetCollector(cast(FleetClient, SimpleNamespace(pools={}))))
+    return generate_latest(registry).decode()
+
+
 async def test_boards_alerts_and_docs_name_metrics_that_exist() -> None:
     text = await exposition(ScriptedEngine())
     known = samples_of(text)
@@ -130,6 +141,7 @@ async def test_boards_alerts_and_docs_name_metrics_that_exist() -> None:
     families = {name for name in re.findall(r"# TYPE (\S+)", text) if not name.endswith("_created")}
     listed = re.findall(r"^\| `(thinkfold_[a-z_]+)", (pages / "reference" / "metrics.md").read_text(), re.MULTILINE)
     assert set(listed) == families
+    families |= set(re.findall(r"# TYPE (\S+)", fleet_exposition()))
     for page in pages.rglob("*.md"):
         named = set(re.findall(r"`(thinkfold_[a-z_]+)", page.read_text()))
         assert named <= known | families, (page.name, named - known - families)

@@ -7,9 +7,9 @@ from fakes import TokenFunction, run_scheduler
 from test_scheduler import PAGE, make, make_branches, token_of
 
 from thinkfold.scheduler.branch import BranchStatus
-from thinkfold.scheduler.twins import common
+from thinkfold.scheduler.twins import LEAST, common
 
-SHARED = list(range(100, 140))
+SHARED = list(range(100, 100 + LEAST + 32))
 
 
 def run(scheduler, branches, *, depth=1, limit=200):
@@ -38,14 +38,15 @@ def test_the_shared_beginning_is_computed_once(depth, budget):
 
 
 def test_others_do_not_wait():
-    scheduler = make(num_pages=400, budget=500)
-    first, other = make_branches(0, SHARED, 5)[0], make_branches(1, range(500, 540), 5, order=1)[0]
+    scheduler = make(num_pages=400, budget=1000)
+    first, other = make_branches(0, SHARED, 5)[0], make_branches(1, range(500, 660), 5, order=1)[0]
     mine = make_branches(2, SHARED, 5, order=2)[0]
     mine.request = replace(mine.request, namespace=("another",))
-    little = make_branches(3, SHARED[: 2 * PAGE] + list(range(700, 730)), 5, order=3)[0]
-    for branch in (first, other, mine, little):
+    short = make_branches(4, SHARED[: LEAST - PAGE], 5, order=4)[0]
+    little = make_branches(3, SHARED[: 2 * PAGE] + list(range(3000, 3150)), 5, order=3)[0]
+    for branch in (first, other, mine, little, short):
         scheduler.add([branch])
-    assert len(scheduler.plan().rows) == 4
+    assert len(scheduler.plan().rows) == 5
 
 
 def test_who_waits_starts_at_once_when_the_first_one_is_gone():
@@ -53,20 +54,20 @@ def test_who_waits_starts_at_once_when_the_first_one_is_gone():
     for branch in (first, second):
         scheduler.add([branch])
     plan = scheduler.plan()
-    assert [len(row.token_ids) for row in plan.rows] == [46] and second.status is BranchStatus.WAITING
+    assert [row.num_tokens for row in plan.rows] == [LEAST + 38] and second.status is BranchStatus.WAITING
     scheduler.finish(first)
-    assert [row.num_tokens for row in scheduler.plan().rows] == [46]
+    assert [row.num_tokens for row in scheduler.plan().rows] == [LEAST + 38]
     assert second.status is BranchStatus.RUNNING
 
 
 def test_who_waits_for_memory_is_not_waited_for():
     """The first finds no page for its next chunk: the second would wait for ever if it waited for that."""
-    scheduler = make(num_pages=14, budget=16)
+    scheduler = make(num_pages=60, budget=16)
     held = make_branches(9, range(900, 912), 30, order=0)[0]
-    branches = [held, *(make_branches(i, [*SHARED[:36], i], 3, order=i + 1)[0] for i in range(2))]
+    branches = [held, *(make_branches(i, [*SHARED, i], 3, order=i + 1)[0] for i in range(2))]
     run(scheduler, branches, limit=400)
     assert all(b.status is BranchStatus.FINISHED for b in branches)
-    assert scheduler.kv.num_available == 14
+    assert scheduler.kv.num_available == 60
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from thinkfold.kv.manager import KVManager
 from thinkfold.scheduler.branch import Branch
 
 SHARE = 0.5  # of the tokens that a branch would compute, that another must be computing for it to wait
+LEAST = 128  # of them: fewer are computed sooner than waited for
 
 
 def had_better_wait(branch: Branch, running: Iterable[Branch], kv: KVManager) -> bool:
@@ -24,9 +25,10 @@ def had_better_wait(branch: Branch, running: Iterable[Branch], kv: KVManager) ->
         if len(other.token_ids) > other.num_prompt_tokens or other.request.namespace != branch.request.namespace:
             continue
         limit = min(visible, other.request.prompt.visible_len, len(branch.token_ids) - 1)
-        known = min(other.table.published * size, limit)
         alike = common(branch.token_ids, other.token_ids, limit) // size * size
-        if alike - known >= SHARE * (len(branch.token_ids) - known):
+        found = min(other.cached_tokens, alike)  # both find it
+        worth = alike - found >= max(LEAST, SHARE * (len(branch.token_ids) - found))
+        if worth and other.table.published * size < alike:
             return True
     return False
 
