@@ -30,12 +30,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 
 
 class Gate:
-    """Lets a test hold the device: launch waits while the gate is shut, or from the launch at which it shuts."""
+    """Lets a test hold the device: a launch waits while the gate is shut, and for one of `permits` if there are any."""
 
     def __init__(self):
         self.open = threading.Event()
         self.open.set()
-        self.shut_after = None  # launches until the gate shuts by itself
+        self.permits = None  # a semaphore
         self.engine = None
         self.fail = False
         self.max_model_len = 1600
@@ -47,10 +47,7 @@ class Gate:
 
         def gated(plan):
             assert self.open.wait(20)
-            if self.shut_after is not None:
-                self.shut_after -= 1
-                if self.shut_after == 0:
-                    self.open.clear()
+            assert self.permits is None or self.permits.acquire(timeout=20)
             if self.fail:
                 raise RuntimeError("CUDA error: device-side assert triggered")
             return launch(plan)

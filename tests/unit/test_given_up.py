@@ -87,11 +87,12 @@ async def test_a_part_that_ended_before_its_caller_gave_up(engine, gate, read):
     handle = await root(engine)
     outputs = engine.extend(handle.id, Until(max_tokens=20))
     core = gate.engine.core
-    gate.shut_after = 3 if read else None  # all news at once would be the end too, and whoever reads it has the handle
+    if read:  # all news at once would be the end too, and whoever reads that has the handle
+        gate.permits = threading.Semaphore(3)
     reading = asyncio.create_task(anext(outputs))
     if read:
         assert not (await reading).finished
-        gate.open.set()
+        gate.permits.release(1000)
     else:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
