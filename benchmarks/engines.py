@@ -25,20 +25,24 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from thinkfold.cli import peers, rows
 from thinkfold.cli.answers import wilson
+from thinkfold.cli.evaluation import suite_questions
 from thinkfold.cli.load import Ask, Client, Reply, Run, Session
 from thinkfold.cli.peers import Place
+from thinkfold.config import EngineConfig
+from thinkfold.engine.planning import Card, Planner
 from thinkfold.errors import ParameterError, ThinkfoldError
-from thinkfold.pebble import SUITES, pebble_path, problems, score
+from thinkfold.pebble import SUITES, pebble_path, problems
 from thinkfold.scheduler.simulation import percentile
+from thinkfold.scheduler.twins import common
 
 OFFSET = 300_000  # of the first problem of a suite
 SYSTEM = 512  # tokens of the system prompt that all agents share
 WARM = 10_000  # number of a text that no workload has
+ANY_CARD = Card(1 << 50, 1e12, 0)  # what a token takes is the same on all
 STEPS, OBSERVATION, ACTION = 30, 128, 48  # of a chain: steps, tokens that a tool returns, tokens that the agent says
 
 
@@ -69,7 +73,7 @@ class Texts:
     def ask(self, prompt: str, max_tokens: int, before: str | None = None, **more: Any) -> Ask:
         """A request whose prompt begins as `before`, an earlier text, does."""
         ids = self.ids(prompt)
-        known = _common(ids, self.ids(before)) if before is not None else 0
+        known = common(ids, self.ids(before), len(ids)) if before is not None else 0
         return Ask(prompt, len(ids), max_tokens, known, **more)
 
     @property
@@ -108,10 +112,10 @@ def agents(texts: Texts, sizes: Sizes) -> list[Session]:
 def maths(texts: Texts, sizes: Sizes) -> list[Session]:
     """Problems with their thinking, to the model's own end."""
     found: list[Session] = []
-    for problem in problems(sizes.suite, sizes.maths, OFFSET):
-        prompt = texts.chat([{"role": "user", "content": problem.question}], thinks=True)
-        judge = partial(_right, problem)
-        found.append(partial(_once, texts.ask(prompt, sizes.max_len - texts.count(prompt) - 1, judge=judge)))
+    for question in suite_questions(sizes.suite, sizes.maths, OFFSET):
+        prompt = texts.chat([{"role": "user", "content": question.text}], thinks=True)
+        room = sizes.max_len - texts.count(prompt) - 1
+        found.append(partial(_once, texts.ask(prompt, room, judge=question.judge)))
     return found
 
 
@@ -157,14 +161,6 @@ async def _chain(texts: Texts, number: int, steps: int) -> AsyncGenerator[Ask, s
         said = yield texts.ask(prompt, ACTION, before, forced=True)
         messages.append({"role": "assistant", "content": said})
         before = prompt + said
-
-
-def _right(problem: Any, text: str) -> bool:
-    return score(problem, text) >= 1.0
-
-
-def _common(ids: Sequence[int], others: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
 
 
 def metrics(run: Run, slo_ttft: float, slo_tpot: float) -> dict[str, float]:
@@ -229,7 +225,7 @@ def _shown(told: dict[str, float] | str) -> str:
 
 def measure(name: str, make: Callable[[], peers.Peer], args: argparse.Namespace, texts: Texts, sizes: Sizes) -> Any:
     """One engine's version and results; a reason stands for all of them where it does not run."""
-    python, version = peers.python_of(name, args.pythons), "none"
+    python, version = args.pythons.get(name, sys.executable), "none"
     print(name, file=sys.stderr, flush=True)
     try:
         peer = make()
@@ -286,11 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def place_of(args: argparse.Namespace) -> Place:
     """What every engine is given. Raises ParameterError for a pool that holds no sequence."""
-    config = AutoConfig.from_pretrained(args.model)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = torch.finfo(getattr(torch, args.dtype)).bits // 8
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head * size
-    max_len = min(args.max_len or config.max_position_embeddings, config.max_position_embeddings)
+    config = EngineConfig(model=str(args.model), dtype=args.dtype, max_model_len=args.max_len)
+    planner = Planner(config, ANY_CARD)
+    max_len, token_bytes = planner.max_model_len, planner.pool("model").entry_bytes
     if args.pool_tokens < max_len:
         raise ParameterError("pool_tokens", f"must hold one sequence of {max_len} tokens, got {args.pool_tokens}")
     return Place(args.model, args.gguf, args.device, args.dtype, max_len, args.slots, args.pool_tokens, token_bytes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ import httpx
 from thinkfold.cli import rows
 from thinkfold.cli.deploy import deployed
 from thinkfold.cli.fleet_settings import parse_deployment
-from thinkfold.cli.peers import Peer, served
+from thinkfold.cli.peers import Peer, free_port, served
 from thinkfold.errors import ThinkfoldError
 from thinkfold.pebble import problems
 
@@ -73,11 +72,6 @@ async def ask(http: httpx.AsyncClient, messages: Sequence[Mapping[str, str]], ma
         raise ThinkfoldError(f"a request failed with status {answer.status_code}")
     seconds, cached = time.perf_counter() - began, usage["prompt_tokens_details"]["cached_tokens"]
     return Reply(first or seconds, seconds, usage["completion_tokens"], usage["prompt_tokens"], cached, text)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 def engine_of(args: argparse.Namespace) -> dict[str, Any]:

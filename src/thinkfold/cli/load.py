@@ -73,7 +73,8 @@ class Client:
         """
         replies: list[Reply] = []
         waiting = iter(sessions)
-        watching = asyncio.create_task(self._watch())
+        seen: list[float] = []
+        watching = asyncio.create_task(self._watch(seen))
         started = time.perf_counter()
 
         async def client() -> None:
@@ -91,7 +92,7 @@ class Client:
             watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-        return Run(replies, seconds, self._peak)
+        return Run(replies, seconds, max(seen, default=None))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -129,14 +130,12 @@ class Client:
             raise ThinkfoldError(f"made {tokens} tokens where {ask.max_tokens} were asked for")
         return Reply(ask, seconds, seconds if first is None else first, text, tokens, _cached(usage))
 
-    async def _watch(self) -> None:
-        """The peak of the gauge, for as long as the load runs."""
-        self._peak: float | None = None
+    async def _watch(self, seen: list[float]) -> None:
+        """What the gauge says, for as long as the load runs."""
         while self._peer.kv_use is not None:
             with suppress(httpx.HTTPError):
                 told = gauge((await self._http.get("/metrics")).text, self._peer.kv_use)
-                if told is not None:
-                    self._peak = max(self._peak or 0.0, told)
+                seen += [] if told is None else [told]
             await asyncio.sleep(WATCH_S)
 
 

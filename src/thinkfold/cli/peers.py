@@ -8,11 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Place:
     max_len: int
     slots: int
     pool_tokens: int
-    token_bytes: int  # of KV, in the model's own dtype
+    token_bytes: float  # of KV, in the model's own dtype
 
     def pages(self, size: int) -> int:
         return -(-self.pool_tokens // size)
@@ -80,7 +80,7 @@ def thinkfold(place: Place, **flags: Any) -> Peer:
         "max-model-len": place.max_len,
         "max-num-seqs": place.slots,
         "max-waiting": 100_000,
-        "kv-cache-bytes": place.pages(16) * 16 * place.token_bytes,
+        "kv-cache-bytes": int(place.pages(16) * 16 * place.token_bytes),
         **flags,
     }
     return Peer("thinkfold", ["-m", "thinkfold", "serve", str(place.model)], own, "thinkfold_kv_use")
@@ -99,7 +99,7 @@ def vllm(place: Place) -> Peer:
         "enable-prompt-tokens-details": True,
         "enforce-eager": on_cpu or None,
     }
-    space = {"VLLM_CPU_KVCACHE_SPACE": str(-(-place.pages(block) * block * place.token_bytes // 2**30))}
+    space = {"VLLM_CPU_KVCACHE_SPACE": str(ceil(place.pages(block) * block * place.token_bytes / 2**30))}
     return Peer(
         "vllm",
         ["-m", "vllm.entrypoints.openai.api_server", "--model", str(place.model)],
@@ -184,14 +184,19 @@ def version_of(peer: Peer, python: str) -> str:
     return told.stdout.strip()
 
 
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.create_server((HOST, 0)) as free:
+        return free.getsockname()[1]
+
+
 @contextmanager
 def served(peer: Peer, python: str, log: Path, patience: float) -> Iterator[str]:
     """Start the engine and yield its address once it lists its model; it is stopped with all its processes.
 
     Raises ThinkfoldError, with the end of its log, if it ends or does not answer within `patience` seconds.
     """
-    with socket.create_server((HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [python if peer.words else peer.module, *peer.arguments(port)]
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(
@@ -257,8 +262,3 @@ def interpreters(words: Sequence[str]) -> dict[str, str]:
             raise ThinkfoldError(f"--python must be engine=path/to/python, got {word!r}")
         found[name] = path
     return found
-
-
-def python_of(name: str, table: Mapping[str, str]) -> str:
-    """The interpreter of an engine: one of its own, or this one."""
-    return table.get(name, sys.executable)

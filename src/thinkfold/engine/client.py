@@ -75,9 +75,9 @@ class ProcessClient:
         self._process = context.Process(
             target=_run_process, args=(build, config, self._inbox, self._outbox), name="thinkfold-core"
         )
+        self._process.start()
         # A daemon would end with this process, too, but it may have no children, such as other ranks.
         atexit.register(self._process.kill)
-        self._process.start()
         post = _post_to(asyncio.get_running_loop(), on_event)
         self._reader = threading.Thread(target=self._read, args=(post,), name="thinkfold-events", daemon=True)
         self._reader.start()
