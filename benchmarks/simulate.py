@@ -13,53 +13,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from random import Random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from thinkfold.cli import rows
 from thinkfold.kv.manager import KVManager
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.scheduler import Scheduler
-from thinkfold.scheduler.simulation import Outcome, Simulation, StepTime, Window, Work
+from thinkfold.scheduler.simulation import Outcome, Simulation, StepTime, Window
+from thinkfold.scheduler.workload import THINKERS_32K, Load
 from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy, FoldProfile
 
 HEADS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What requests look like, in units of `unit` tokens; thinking and segments lie between (low, likely, high)."""
-
-    prompt: int
-    thinking: tuple[int, int, int]
-    answer: int
-    segment: tuple[int, int]
-    page_size: int
-    numbers: FoldProfile
-    budget: int
-    unit: int = 1
-
-    @property
-    def mean(self) -> int:
-        return self.prompt + sum(self.thinking) // 3 + self.answer
-
-    def work(self, seed: int) -> Iterator[Work]:
-        """Endless requests."""
-        rng = Random(seed)
-        low, likely, high = self.thinking
-        for _ in count():
-            thinking = int(rng.triangular(low, high, likely))
-            yield Work(self.prompt, thinking, self.answer, self._ends(rng, thinking))
-
-    def _ends(self, rng: Random, thinking: int) -> tuple[int, ...]:
-        ends, end = [], rng.randint(*self.segment)
-        while end < thinking:
-            ends.append(end)
-            end += rng.randint(*self.segment)
-        return (*ends, thinking)
 
 
 LOADS = {
@@ -68,7 +34,7 @@ LOADS = {
 }
 OVERLOADS = {
     "overload": Load(12, (190, 290, 525), 6, (10, 25), 4, FoldProfile(32, 8, 4, 8, 4), 1024),
-    "overload-32k": Load(31, (125, 375, 1000), 8, (8, 16), 1, FoldProfile(16, 4, 4, 4, 1), 1024, unit=64),
+    "overload-32k": THINKERS_32K,
 }
 ARMS: dict[str, tuple[FoldMode, Literal["fold", "queue"], bool]] = {  # policy, prefer, predicted admission
     "off": (FoldMode.OFF, "fold", True),

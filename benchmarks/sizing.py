@@ -17,10 +17,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 
 from thinkfold.cli import rows
 from thinkfold.config import EngineConfig
@@ -36,6 +35,7 @@ from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.branch import Branch
 from thinkfold.scheduler.scheduler import Scheduler
 from thinkfold.scheduler.simulation import Simulation, StepTime, Work, percentile
+from thinkfold.scheduler.workload import THINKERS_32K
 from thinkfold.types import (
     CompletionOutput,
     Costs,
@@ -43,7 +43,6 @@ from thinkfold.types import (
     FinishReason,
     FoldMode,
     FoldPolicy,
-    FoldProfile,
     Phase,
     PromptState,
     RequestOutput,
@@ -51,13 +50,8 @@ from thinkfold.types import (
     ThinkingPolicy,
 )
 
-UNIT = 64  # tokens behind a simulated one
+LOAD, UNIT = THINKERS_32K, THINKERS_32K.unit
 HEADS = 8  # of the simulated memory; folds keep the same number of entries in each
-PROMPT, ANSWER, BUDGET = 31, 8, 1024
-THINKING = (125, 375, 1000)  # least, likeliest, most: 32,000 tokens on average
-SEGMENT = (8, 16)
-NUMBERS = FoldProfile(16, 4, 4, 4, 1)
-MEAN = PROMPT + sum(THINKING) // 3 + ANSWER
 LOOKS = 0.25  # of a unit step's time on one card between two looks of the router at what runs
 
 
@@ -80,20 +74,6 @@ class Simulated:
     simulation: Simulation
     scheduler: Scheduler
     fed: list[Flight] = field(default_factory=list)
-
-
-def requests(rate: float, seed: int) -> Iterator[Work]:
-    """Endless ones, `rate` a second."""
-    rng, arrival = Random(seed), 0.0
-    low, likely, high = THINKING
-    while True:
-        arrival += rng.expovariate(rate)
-        thinking = int(rng.triangular(low, high, likely))
-        ends, end = [], rng.randint(*SEGMENT)
-        while end < thinking:
-            ends.append(end)
-            end += rng.randint(*SEGMENT)
-        yield Work(PROMPT, thinking, ANSWER, (*ends, thinking), arrival)
 
 
 def step_time(path: Path, model: str, hardware: str) -> StepTime:
@@ -121,7 +101,7 @@ class Fleet:
 
     def __init__(self, cards: int, policy: FoldMode, router: str, capacity: int, times: StepTime, slots: int) -> None:
         self.pool = PoolState("all", EngineConfig(), ROUTERS[router]())
-        self._fold = FoldPolicy(policy, entries=NUMBERS.entries)
+        self._fold = FoldPolicy(policy, entries=LOAD.numbers.entries)
         self._capacity, self._times, self._slots = capacity, times, slots
         self.cards = {name: self._card(name) for name in map(str, range(cards))}
         self.failed = 0
@@ -138,9 +118,9 @@ class Fleet:
         simulation = Simulation(
             scheduler,
             fold=self._fold,
-            numbers=NUMBERS,
-            budget=BUDGET,
-            max_tokens=BUDGET + ANSWER,
+            numbers=LOAD.numbers,
+            budget=LOAD.budget,
+            max_tokens=LOAD.budget + LOAD.answer,
             step_time=self._times.scaled(UNIT),
             on_end=lambda branch: self._ended(name, branch),
         )
@@ -189,8 +169,8 @@ def _request(number: int, work: Work, fold: FoldPolicy) -> EngineRequest:
         request_id=f"r{number}",
         prompt_token_ids=tuple(range(number << 20, (number << 20) + work.prompt)),
         prompt=PromptState(Phase.THINKING, 0, work.prompt),
-        sampling=SamplingParams(max_tokens=BUDGET + ANSWER, seed=0),
-        thinking=ThinkingPolicy(True, BUDGET, "default"),
+        sampling=SamplingParams(max_tokens=LOAD.budget + LOAD.answer, seed=0),
+        thinking=ThinkingPolicy(True, LOAD.budget, "default"),
         fold=fold,
     )
 
@@ -206,10 +186,12 @@ def _news(branch: Branch, reason: FinishReason | None) -> RequestOutput:
 def measure(case: str, capacity: int, times: StepTime, args: argparse.Namespace) -> dict[str, float]:
     """One fleet under one load."""
     policy, router, cards, rate = parts(case)
-    at_once = min(args.slots, capacity // MEAN)
-    alone = at_once / ((MEAN - PROMPT) * times.scaled(UNIT).seconds(0, at_once * MEAN))  # requests a second, unfolded
+    at_once = min(args.slots, capacity // LOAD.mean)
+    alone = at_once / (
+        (LOAD.mean - LOAD.prompt) * times.scaled(UNIT).seconds(0, at_once * LOAD.mean)
+    )  # requests a second, unfolded
     work = [
-        item for _, item in zip(range(cards * args.requests), requests(rate * alone * cards, args.seed), strict=False)
+        item for _, item in zip(range(cards * args.requests), LOAD.work(args.seed, rate * alone * cards), strict=False)
     ]
     fleet, started = Fleet(cards, policy, router, capacity, times, args.slots), time.perf_counter()
     fleet.run(work)

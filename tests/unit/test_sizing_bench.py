@@ -53,7 +53,7 @@ def test_time_does_not_run_ahead_of_what_is_asked() -> None:
 @pytest.mark.parametrize(("policy", "router"), [("off", "affinity"), ("eager", "random")])
 def test_a_fleet_loses_nothing(policy: str, router: str) -> None:
     fleet = sizing.Fleet(3, FoldMode(policy), router, 2000, TIMES, slots=8)
-    work = list(islice(sizing.requests(0.05, seed=1), 24))
+    work = list(islice(sizing.LOAD.work(1, rate=0.05), 24))
     fleet.run(work)
     outcomes = [card.simulation.run() for card in fleet.cards.values()]
     assert sum(outcome.completed for outcome in outcomes) == 24 and fleet.failed == 0
@@ -65,7 +65,7 @@ def test_a_fleet_loses_nothing(policy: str, router: str) -> None:
 def test_requests_go_where_memory_will_be_free() -> None:
     """Of two cards the one that holds nothing gets the next one, and what runs weighs by what it will hold."""
     fleet = sizing.Fleet(2, FoldMode.OFF, "affinity", 4000, TIMES, slots=8)
-    works = list(islice(sizing.requests(1.0, seed=2), 6))
+    works = list(islice(sizing.LOAD.work(2, rate=1.0), 6))
     fleet.run([dataclasses.replace(work, arrival=0.0) for work in works])
     assert [len(card.fed) for card in fleet.cards.values()] == [3, 3]
 
