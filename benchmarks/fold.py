@@ -42,7 +42,8 @@ from thinkfold.fold.planner import FoldPlanner
 from thinkfold.fold.segments import Entries, Segments, Summary, raw_entries
 from thinkfold.fold.spans import Span
 from thinkfold.pebble import SUITES, pebble_path
-from thinkfold.runner.folder import AHEAD, HELD_OUT, in_blocks
+from thinkfold.runner.fold_queries import FoldQueries
+from thinkfold.runner.folder import in_blocks
 from thinkfold.runner.query_store import QueryStore
 from thinkfold.scheduler.output import BatchRow
 from thinkfold.types import FOLD_PROFILES, FoldMode, FoldPolicy
@@ -235,14 +236,10 @@ def judges(memory: Memory, span: Span, now: int, prompt: int, inv_freq: Tensor) 
     row = BatchRow(0, [0] * now, False, 0, 0, [], keep_queries=True, queries_from=prompt)
     layers, heads, group, _, dim = memory.queries.shape
     kept, _ = QueryStore(1, layers, heads * group, dim, torch.float32, torch.device("cpu")).place([row])
-    late = [p for p in kept if p >= span.end] or kept[-HELD_OUT * 4 :]
-    past = [p for p in kept if p < late[0]]
-    apart = len(late) // HELD_OUT
-    seen, held = (late[:-apart], late[-apart:]) if apart else (late, late)
+    seen, past, turns, held = FoldQueries.of(kept, span.end)
     known, judged = (_segments(memory, span, now, positions) for positions in (seen, held))
     if past:
-        ahead = torch.tensor(AHEAD).repeat(len(past))[: len(past)]
-        future = rotate(memory.queries[:, :, :, past], late[-1] + ahead - torch.tensor(past), inv_freq)
+        future = rotate(memory.queries[:, :, :, past], torch.tensor(turns), inv_freq)
         rows = future.transpose(2, 3).flatten(2, 3)[None]
         known = replace(known, queries=torch.cat((known.queries, rows), 3))
     return known, judged

@@ -1,8 +1,9 @@
 """What does a fold cost a step: choosing and judging (prepare), and writing the summary (commit)?
 
-Memory, tables and kept queries of one model's shape are filled with random numbers; no model runs. `device_ms` is the
-time between two events around the call while nothing else runs, `host_ms` what the call takes of the host. Both are
-medians. The floor is one reading of the span's keys and values over the copy bandwidth of the same run.
+Memory, tables and kept queries of one model's shape are filled with random numbers; no model runs. `host_ms` is what a
+call takes of the host, `device_ms` the time between two events around it that the device meets when all is launched.
+Both are medians. The floor is one reading of the span's keys and values over the copy bandwidth of the same run.
+`--backend reference` folds by PyTorch's operations where kernels are the default.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from thinkfold.fold.budgets import FoldBudgets
 from thinkfold.kv.summary import SummaryGrowth
 from thinkfold.runner.attention_facts import AttentionFacts
 from thinkfold.runner.folder import Folder
+from thinkfold.runner.loader import pick_attention
 from thinkfold.runner.query_store import QueryStore
 from thinkfold.runner.shard import WHOLE, OwnHeads
 from thinkfold.runner.storage import KVStorage
@@ -37,6 +39,7 @@ decode: Any = bench.load(Path(__file__).with_name("decode.py"))  # which measure
 CASES = ("512to32/28x4x7x128", "1024to64/28x4x7x128", "1024to64/36x8x4x128", "4096to64/36x8x4x128")
 DELAY = 256  # tokens after the span, as in profile `default`
 PAST = 4096  # tokens before it
+PAUSE = 20_000_000  # cycles of the device, some 10 ms, in which the host launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,8 @@ class Slot:
     commit: FoldCommit
 
     @classmethod
-    def of(cls, shape: Shape, page_size: int, selector: str, device: torch.device, dtype: torch.dtype) -> Slot:
-        heads = shape.layers * shape.kv_heads
+    def of(cls, shape: Shape, page_size: int, selector: str, device: torch.device, backend: str = "auto") -> Slot:
+        heads, dtype = shape.layers * shape.kv_heads, dtype_on(device)
         span = shape.tokens // page_size
         blocks = -(-shape.entries // page_size)
         pages = span + 1 + blocks
@@ -96,12 +99,18 @@ class Slot:
         mine = [[first + head * blocks + i for i in range(blocks)] for head in range(heads)]
         growth = SummaryGrowth([shape.entries] * heads, [0] * heads, mine)
         own = OwnHeads(WHOLE, shape.layers, shape.kv_heads, heads)
-        folder = Folder(storage, tables, queries, FoldBudgets(shape.layers, shape.kv_heads), facts, own)
+        budgets = FoldBudgets(shape.layers, shape.kv_heads)
+        folder = Folder(storage, tables, queries, budgets, facts, own, pick_attention(backend, device))
         return cls(folder, prepare, now, FoldCommit(0, 0, order, growth))
 
     def judge(self) -> torch.Tensor:
         """Prepare the fold; its error, 0-d."""
         return gate.error_of(self.folder.prepare(self.prepare, self.now))
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """What memory and queries are kept in."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def timed(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
@@ -113,6 +122,7 @@ def timed(call: Callable[[], object], device: torch.device) -> tuple[float, floa
         return took, took
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    torch.cuda._sleep(PAUSE)
     begin.record()
     started = time.perf_counter()
     call()
@@ -141,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="thinkfold bench fold_step", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--case", action="append", help=f"tokens, entries, layers x KV heads x group x dim: {CASES[0]}")
     parser.add_argument("--selector", default="conclusion_attention")
+    parser.add_argument("--backend", default="auto", choices=("auto", "reference", "triton"))
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -148,19 +159,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bandwidth = decode.copy_bandwidth(device)
     for case in args.case or CASES:
         shape = Shape.parse(case)
-        filled = Slot.of(shape, args.page_size, args.selector, device, dtype)
-        span = 2 * shape.tokens * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+        filled = Slot.of(shape, args.page_size, args.selector, device, args.backend)
+        span = 2 * shape.tokens * shape.layers * shape.kv_heads * shape.head_dim * dtype_on(device).itemsize
         metrics = {**measure(filled, device, args.runs), "floor_ms": span / bandwidth * 1000}
+        name = case if args.backend == "auto" else f"{case}/{args.backend}"
         versions = {"triton": version("triton")} if device.type == "cuda" else {}
-        row = rows.make_row("fold_step", case, metrics, seed=0, device=device.type, extra_versions=versions)
+        row = rows.make_row("fold_step", name, metrics, seed=0, device=device.type, extra_versions=versions)
         if not args.no_record:
             rows.keep(row)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-        print(json.dumps(row) if args.json else f"{case}: {shown}", flush=True)
+        print(json.dumps(row) if args.json else f"{name}: {shown}", flush=True)
     return 0
 
 

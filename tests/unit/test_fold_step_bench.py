@@ -17,7 +17,7 @@ CASE = "64to16/2x2x2x16"
 
 def test_a_fold_ends_in_its_table_and_its_blocks() -> None:
     cpu = torch.device("cpu")
-    made = fold_step.Slot.of(fold_step.Shape.parse(CASE), 16, "conclusion_attention", cpu, torch.float32)
+    made = fold_step.Slot.of(fold_step.Shape.parse(CASE), 16, "conclusion_attention", cpu)
     assert 0.0 < float(made.judge()) < 1.0
     made.folder.commit(made.commit)
     with pytest.raises(KeyError):  # it is gone with the commit

@@ -82,7 +82,7 @@ def _scores(
 
 
 @triton.jit
-def _add_values(
+def add_values(
     weights,
     kv_scales,
     rows,
@@ -95,7 +95,7 @@ def _add_values(
     FP8: tl.constexpr,
     SUMMARY: tl.constexpr,
 ):
-    """`acc + weights @ values`."""
+    """`acc + weights @ values` of `rows`, in the dtype of queries."""
     dims = tl.arange(0, acc.shape[1])
     loaded = valid[:, None] & (dims[None, :] < HEAD_DIM)
     values = tl.load(kv + rows[:, None] * HEAD_DIM + dims[None, :], mask=loaded, other=0.0)
@@ -171,7 +171,7 @@ def attend(
             odd *= fade[:, None]
             acc, odd = _add_pairs(weights, kv_scales, rows, valid, shown, kv, acc, odd, HEAD_DIM, SUMMARY)
         else:
-            acc = _add_values(weights, kv_scales, rows, valid, shown, kv, acc, queries.dtype, HEAD_DIM, FP8, SUMMARY)
+            acc = add_values(weights, kv_scales, rows, valid, shown, kv, acc, queries.dtype, HEAD_DIM, FP8, SUMMARY)
     if PAIRED:
         acc = tl.interleave(acc, odd)
     return largest, total, acc

@@ -147,7 +147,7 @@ def survey(
     from thinkfold.fold.compaction import choose, global_counts, importance, segment_share, uniform_budget
     from thinkfold.fold.fit import remainder
     from thinkfold.fold.segments import Entries
-    from thinkfold.runner.folder import AHEAD
+    from thinkfold.runner.fold_queries import AHEAD
 
     tape, won, texts = use_tape(model), torch.zeros(()), []
     for sample in tqdm(samples, unit="text", file=sys.stderr):

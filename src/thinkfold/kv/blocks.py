@@ -85,10 +85,13 @@ class HeadBlocks:
         for page in open_pages:
             free = page.free[rank]
             taken = min(count - len(blocks), len(free))
-            for _ in range(taken):
-                index = free.pop()
+            lent = free[len(free) - taken :]
+            lent.reverse()
+            del free[len(free) - taken :]
+            for index in lent:
                 page.refs[index] = 1
-                blocks.append(page.page * self._page_blocks + index)
+            first = page.page * self._page_blocks
+            blocks += [first + index for index in lent]
             page.lent += taken
         return blocks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from thinkfold.kv.summary import SummaryGrowth, SummaryTable
 
@@ -48,13 +49,13 @@ class GrowthPlan:
         held = self.summary.blocks or [[] for _ in heads]
         growth = SummaryGrowth(self.counts, starts, [])
         fresh, lists = iter(blocks), []
-        for head in heads:
-            kept = held[head]
-            if self.copied[head]:
+        for head, (kept, new, copied) in enumerate(zip(held, self.new, self.copied, strict=True)):
+            if copied:
                 growth.copies.append((head, kept[-1], next(fresh)))
                 kept = [*kept[:-1], growth.copies[-1][2]]
-            growth.new_blocks.append([next(fresh) for _ in range(self.new[head])])
-            lists.append(kept + growth.new_blocks[-1])
+            made = list(islice(fresh, new))
+            growth.new_blocks.append(made)
+            lists.append(kept + made)
         return SummaryTable(lists, [starts[head] + self.counts[head] for head in heads], share), growth
 
 

@@ -15,19 +15,18 @@ from torch.nn.functional import pad
 
 from thinkfold.attention import int4
 from thinkfold.fold import gate, selectors
-from thinkfold.fold.budgets import FoldBudgets
-from thinkfold.fold.compaction import local_attention, rotate
+from thinkfold.fold.budgets import OWN, FoldBudgets
+from thinkfold.fold.compaction import CONCLUSION, local_attention, rotate
 from thinkfold.fold.segments import Entries, Segments, Summary
 from thinkfold.runner.attention_facts import AttentionFacts
+from thinkfold.runner.fold_kernels import FoldKernels
+from thinkfold.runner.fold_queries import STAND_INS, FoldQueries
 from thinkfold.runner.query_store import QueryStore
 from thinkfold.runner.shard import OwnHeads
 from thinkfold.runner.storage import KVStorage
 from thinkfold.runner.summary_tables import SummaryTables
 from thinkfold.runner.transfer import to_device
 from thinkfold.scheduler.output import FoldCommit, FoldPrepare
-
-AHEAD = (256, 768)  # queries of the past are turned to so many positions after the newest, in turn
-HELD_OUT = 3  # the newest of so many late positions judge the fold and have no part in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,22 @@ class Folder:
         budgets: FoldBudgets,
         facts: AttentionFacts,
         heads: OwnHeads,
+        backend: str = "reference",
     ) -> None:
+        """`backend` is reference (plain PyTorch) or triton, as for attention."""
         self._storage = storage
         self._tables = tables
         self._queries = queries
         self._budgets = budgets
         self._facts = facts
         self._own = heads
+        self._kernels = FoldKernels(storage, tables, queries, facts) if backend == "triton" else None
         self._prepared: dict[int, _Prepared] = {}
+
+    def make_kernels(self) -> None:
+        """Compile what folds launch, if they launch kernels of ours."""
+        if self._kernels is not None:
+            self._kernels.make()
 
     def prepare(self, work: FoldPrepare, now: int | None) -> Tensor:
         """Choose what stays of a span and keep it under `fold_id`; the gate's squares of own heads, `[L, 2]`.
@@ -72,11 +79,13 @@ class Folder:
             return self._prepare(work, now)
 
     def _prepare(self, work: FoldPrepare, now: int | None) -> Tensor:
+        positions = self._queries.positions(work.slot, now)
+        if positions and self._kernels is not None and self._is_plain(work):
+            return self._launch(self._kernels, work, positions)
         (places,) = to_device([work.pages if work.blocks is None else work.blocks], self._storage.tensor.device)
         keys, values = (self._storage.read_span if work.blocks is None else self._storage.read_blocks)(places)
         layers, heads, tokens, _ = keys.shape
-        counts = self._own.of(self._budgets.counts(work.entries, tokens, self._tables.page_size))
-        positions = self._queries.positions(work.slot, now)
+        counts = self._counts(work, tokens)
         chosen_by, judged_by = (
             self._segments(work, positions, keys, values) if positions else self._alone(work, keys, values)
         )
@@ -93,6 +102,22 @@ class Folder:
             packed, entries = in_blocks(entries, self._storage.layout)
         self._prepared[work.fold_id] = _Prepared(summary, kept, packed)
         return gate.squares(judged_by, entries)[0]
+
+    def _is_plain(self, work: FoldPrepare) -> bool:
+        """Whether a fold of raw pages keeps exact entries, as the selector that tables are made for chooses them."""
+        own = work.selector == OWN and work.entries and not self._budgets.options(OWN)
+        return bool(own) and not work.whole and work.blocks is None and self._storage.layout is None
+
+    def _launch(self, kernels: FoldKernels, work: FoldPrepare, positions: list[int]) -> Tensor:
+        counts = self._counts(work, len(work.pages) * self._tables.page_size)
+        queries = FoldQueries.of(positions, work.end)
+        summary, squares = kernels.prepare(work.slot, work.pages, queries, counts, work.ends, CONCLUSION)
+        self._prepared[work.fold_id] = _Prepared(summary, counts, None)
+        return squares
+
+    def _counts(self, work: FoldPrepare, tokens: int) -> list[int]:
+        """Entries of each own head."""
+        return self._own.of(self._budgets.counts(work.entries, tokens, self._tables.page_size))
 
     def drop(self, fold_id: int) -> None:
         """Forget a prepared fold, if there is one."""
@@ -121,13 +146,17 @@ class Folder:
 
     def _write(self, work: FoldCommit, summary: Summary) -> None:
         """Exact entries of each head first, then pooled ones with their β."""
+        pools = summary.pooled is not None and summary.pooled.bias.shape[-1]  # else no head of this rank has one
+        if self._kernels is not None and not pools:
+            self._kernels.write(summary, work.slot, work.pages, work.growth.counts, work.growth.starts)
+            return
         storage, growth, total = self._storage, work.growth, sum(work.growth.counts)
         counts, starts, pages = to_device([growth.counts, growth.starts, work.pages], storage.tensor.device)
         heads = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
         numbers = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[heads]
         targets = self._tables.entry_ids(work.slot, heads, starts[heads] + numbers)
         indices = summary.indices[0].flatten(0, 1)
-        if summary.pooled is None or not summary.pooled.bias.shape[-1]:  # no head of this rank has one
+        if summary.pooled is None or not pools:
             storage.write(targets, storage.read(storage.token_ids(pages, heads, indices[heads, numbers])))
             return
         storage.need_bias()
@@ -153,29 +182,22 @@ class Folder:
     def _segments(
         self, work: FoldPrepare, positions: list[int], keys: Tensor, values: Tensor
     ) -> tuple[Segments, Segments]:
-        """The span as the selector sees it, and with the queries that are held out for the gate.
-
-        Late positions judge; where there are none yet, the newest ones that there are. The past is what came before
-        them, turned ahead.
-        """
-        late = [p for p in positions if p >= work.end] or positions[-HELD_OUT * 4 :]
-        past = [p for p in positions if p < late[0]]
-        apart = len(late) // HELD_OUT
+        """The span as the selector sees it, and with the queries that are held out for the gate."""
+        late, past, turns, apart = FoldQueries.of(positions, work.end)
         facts, raw = self._facts, (keys[None], values[None])
         rows, lse = self._rows(work.slot, positions, keys)  # of the past, then late ones
         group = rows.shape[3] // len(positions)
-        first, held, known = (n * group for n in (len(past), apart or len(late), len(late) - apart))
+        first, held, known = (len(part) * group for part in (past, apart, late))
         judge = Segments(*raw, rows[..., -held:, :], lse[..., -held:], held // group, group, facts.scale)
         seen, seen_lse = rows[..., first : first + known, :], lse[..., first : first + known]
         if past and facts.inv_freq is not None:
-            turns = [late[-1] + AHEAD[i % len(AHEAD)] - p for i, p in enumerate(past) for _ in range(group)]
-            (shift,) = to_device([turns], keys.device)
+            (shift,) = to_device([[turn for turn in turns for _ in range(group)]], keys.device)
             seen = torch.cat((seen, rotate(rows[..., :first, :], shift, facts.inv_freq)), 3)
         return Segments(*raw, seen, seen_lse, known // group, group, facts.scale, work.ends), judge
 
     def _alone(self, work: FoldPrepare, keys: Tensor, values: Tensor) -> tuple[Segments, Segments]:
         """Where no query was kept at all, the span's newest keys stand in for queries that see nothing but the span."""
-        rows = keys[None, :, :, -HELD_OUT * 4 :]
+        rows = keys[None, :, :, -STAND_INS:]
         _, lse = local_attention(rows, keys[None], self._facts.scale)
         raw, late, scale = (keys[None], values[None]), rows.shape[3], self._facts.scale
         stand_in = Segments(*raw, rows, lse, late=late, group=1, scale=scale, ends=work.ends)

@@ -18,7 +18,7 @@ from thinkfold.fold.budgets import BUDGETS_FILE, FoldBudgets
 from thinkfold.runner.attention_facts import attention_facts
 from thinkfold.runner.faults import is_device_fault
 from thinkfold.runner.folder import Folder
-from thinkfold.runner.loader import LoadedModel
+from thinkfold.runner.loader import LoadedModel, pick_attention
 from thinkfold.runner.query_store import QueryStore
 from thinkfold.runner.shard import OwnHeads
 from thinkfold.runner.storage import KVStorage, page_bytes
@@ -80,6 +80,7 @@ class DeviceMemory:
         self._own = OwnHeads(self._shard, layers, heads, blocks or layers * heads)
         self.budgets = replace(budgets, page_blocks=blocks * self._shard.size)
         self._facts = attention_facts(loaded)
+        self._backend = pick_attention(config.attention_backend, device)
         self.window = self._facts.window
         self.resize(num_pages, host_pages)
 
@@ -105,6 +106,10 @@ class DeviceMemory:
         self.tables.reserve()
         self.queries.reserve()
 
+    def make_kernels(self) -> None:
+        """Compile what folds launch now, so that none waits for it; call `reserve` before."""
+        self._folder.make_kernels()
+
     def resize(self, num_pages: int, host_pages: int = 0) -> None:
         """Pages of another number; what they held is lost."""
         layers, heads, page_size, head_dim, dtype = self._shape
@@ -120,7 +125,9 @@ class DeviceMemory:
             bias=self._with_bias,
             int4=self._int4,
         )
-        self._folder = Folder(self.storage, self.tables, self.queries, self.budgets, self._facts, self._own)
+        self._folder = Folder(
+            self.storage, self.tables, self.queries, self.budgets, self._facts, self._own, self._backend
+        )
 
     def addresses(self) -> tuple[int, ...]:
         """Where the tensors lie that a captured step reads and writes."""

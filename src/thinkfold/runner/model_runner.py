@@ -94,6 +94,7 @@ class ModelRunner:
         self._profile(2)
         self._take_pages()
         if self.graphs is not None:
+            self._memory.make_kernels()
             self.graphs.capture()
 
     @property

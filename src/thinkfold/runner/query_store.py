@@ -110,10 +110,13 @@ class QueryStore:
         now = kept.next if now is None else now
         return sorted(p for p in kept.lines if p < now and _is_wanted(p, now, kept.first))
 
+    def lines(self, slot: int, positions: Sequence[int]) -> list[int]:
+        """The lines of kept positions in the tensors that `reserve` gives."""
+        return [slot * LINES + self._kept[slot].lines[p] for p in positions]
+
     def read(self, slot: int, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Queries `[L, n, Hq, D]` and LSE `[L, n, Hq]` of kept positions."""
-        lines = [slot * LINES + self._kept[slot].lines[p] for p in positions]
-        (index,) = to_device([lines], self._device)
+        (index,) = to_device([self.lines(slot, positions)], self._device)
         queries, lse = self._tensors()
         return queries.index_select(1, index), lse.index_select(1, index)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinkfold.runner.transfer import to_device
+from thinkfold.runner.transfer import IntArray, to_device
 from thinkfold.scheduler.output import FoldCommit
 
 
@@ -59,11 +60,7 @@ class SummaryTables:
         self._used.discard(slot)
         if any(lengths):
             self._used.add(slot)
-            counts = np.array([len(b) for b in blocks], dtype=np.int64)
-            numbers = np.array([b for head in blocks for b in head], dtype=np.int64)
-            self._put(slot, np.zeros_like(counts), counts, numbers)
-            (entries,) = to_device([np.reshape(lengths, self._heads)], self._device)
-            self.lens[:, slot] = entries.int()
+            self._write(slot, *_columns(blocks, np.zeros(len(blocks), np.int64)), np.asarray(lengths))
         elif had:
             self.lens[:, slot] = 0
 
@@ -76,13 +73,12 @@ class SummaryTables:
         if slot not in self._used and starts.any():
             raise ValueError(f"slot {slot} has no summary that the fold could follow")
         self._used.add(slot)
-        counts = np.array([len(b) for b in growth.new_blocks], dtype=np.int64)
-        self._put(slot, -(-starts // page), counts, np.array([b for head in growth.new_blocks for b in head], np.int64))
+        heads, columns, blocks = _columns(growth.new_blocks, -(-starts // page))
         if growth.copies:
-            heads = np.array([head for head, _, _ in growth.copies])
-            self._write(slot, heads, starts[heads] // page, np.array([target for _, _, target in growth.copies]))
-        (entries,) = to_device([(starts + np.array(growth.counts)).reshape(self._heads)], self._device)
-        self.lens[:, slot] = entries.int()
+            copied, targets = (np.array([copy[i] for copy in growth.copies], np.int64) for i in (0, 2))
+            heads, blocks = np.append(heads, copied), np.append(blocks, targets)
+            columns = np.append(columns, starts[copied] // page)
+        self._write(slot, heads, columns, blocks, starts + np.array(growth.counts))
 
     def entry_ids(self, slot: int, heads: Tensor, numbers: Tensor) -> Tensor:
         """Entry ids in memory of entries by head and number, int64 `[n]` each."""
@@ -99,17 +95,16 @@ class SummaryTables:
         holding = {slot for slot in range(lens.shape[1]) if lens[:, slot].any()}
         assert holding == self._used, f"slots {sorted(holding ^ self._used)} are in use by one account only"
 
-    def _put(self, slot: int, first: np.ndarray, counts: np.ndarray, blocks: np.ndarray) -> None:
-        """Write `counts[h]` blocks of each head, one head after the other, from column `first[h]` on."""
-        heads = np.repeat(np.arange(len(counts)), counts)
-        place = np.arange(len(heads)) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._widen(int((first + counts).max()))
-        self._write(slot, heads, np.repeat(first, counts) + place, blocks)
-
-    def _write(self, slot: int, heads: np.ndarray, columns: np.ndarray, blocks: np.ndarray) -> None:
-        head, column, block = to_device([heads, columns, blocks], self._device)
-        layer = torch.div(head, self._heads[1], rounding_mode="floor")
-        self.table[layer, slot, head - layer * self._heads[1], column] = block.int()
+    def _write(self, slot: int, heads: IntArray, columns: IntArray, blocks: IntArray, lengths: IntArray) -> None:
+        """Put one block a head and column, and the entries of all heads: two launches after one copy."""
+        if len(columns):
+            self._widen(int(columns.max()) + 1)
+        _, slots, per_layer, width = self.table.shape
+        layers, own = np.divmod(heads, per_layer)
+        places = ((layers * slots + slot) * per_layer + own) * width + columns
+        where, block, entries = to_device([places, blocks, lengths.reshape(self._heads)], self._device)
+        self.table.view(-1).index_copy_(0, where, block.int())
+        self.lens[:, slot] = entries
 
     def _widen(self, columns: int) -> None:
         width = self.table.shape[3]
@@ -128,3 +123,11 @@ class SummaryTables:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+
+def _columns(by_head: Sequence[Sequence[int]], first: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Of each listed block its head, its column where head h's begin at `first[h]`, and its number."""
+    counts = np.fromiter(map(len, by_head), np.int64, len(by_head))
+    heads = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(heads)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return heads, np.repeat(first, counts) + place, np.fromiter(chain.from_iterable(by_head), np.int64, len(heads))
