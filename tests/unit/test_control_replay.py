@@ -68,16 +68,16 @@ def settled_at(first: int, tokens: int = 1000, answer: str = "7", index: int = 0
 
 def test_a_rule_stops_where_the_probes_agree_and_looks_are_counted() -> None:
     found = replay(settled_at(400), EarlyStopping(parse_control({"early_stop": {"consistency": "2/2"}})))
-    # two free probes at 200 and 400, then 3 * 12 tokens must be at most 6 % of the length
+    # at 300 and 600 by the tick of 256, at 800 because the answer at 600 was sure and 128 tokens have passed
     assert (found.rule, found.correct) == ("consistency", True)
     assert found.look_tokens == 3 * 12
-    assert found.tokens == 600 + 36 + 3
+    assert found.tokens == 800 + 36 + 3
 
 
 def test_an_early_wrong_answer_costs_accuracy() -> None:
     wrong = [replace(place(at, "5"), mean_logprob=SURE) for at in range(128, 1000, 128)]
     found = replay(record(*wrong), EarlyStopping(parse_control({"early_stop": {"confidence": 0.95}})))
-    assert not found.correct and found.tokens - found.look_tokens == 128 + 3
+    assert not found.correct and found.tokens - found.look_tokens == 256 + 3
 
 
 def test_the_exact_preset_changes_nothing() -> None:

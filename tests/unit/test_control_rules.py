@@ -66,14 +66,12 @@ def test_balanced_margin_wants_two_agreeing_probes() -> None:
     assert rules.observe(sentence(700, 0.0)) == []  # it has stopped
 
 
-def test_balanced_stops_at_three_agreeing_probes_or_two_sure_ones() -> None:
-    rules = stopping(preset="balanced")
-    ends = [rules.observe(probed(at, "1/2}", 0.8)) for at in (100, 200, 300)]
-    assert [rule_of(end) for end in ends] == [None, None, "consistency"]
+def test_balanced_stops_at_two_sure_probes_and_at_no_number_of_unsure_ones() -> None:
     sure = stopping(preset="balanced")
-    assert [rule_of(sure.observe(probed(at, "0.5}", 0.95))) for at in (100, 200)] == [None, "consistency"]
+    assert [rule_of(sure.observe(probed(at, "0.5}", 0.98))) for at in (100, 200)] == [None, "consistency"]
     unsure = stopping(preset="balanced")
-    assert not any(rule_of(unsure.observe(probed(at, "0.5}", 0.79))) for at in range(100, 900, 100))
+    ends = [unsure.observe(probed(100 * n, "0.5}", 0.99 if n % 2 else 0.97)) for n in range(1, 20)]
+    assert not any(map(rule_of, ends))
 
 
 def test_presets_differ_in_their_probes() -> None:
@@ -81,19 +79,20 @@ def test_presets_differ_in_their_probes() -> None:
         rules = stopping(preset=preset)
         return next((n for n in range(1, 9) if rule_of(rules.observe(probed(100 * n, "7}", probability)))), None)
 
-    assert stopped_after("conservative", 0.9) == 5
-    assert stopped_after("balanced", 0.9) == 3
-    assert stopped_after("aggressive", 0.9) == 2
-    assert stopped_after("aggressive", 0.98) == 1
+    assert stopped_after("conservative", 0.98) == 3
+    assert stopped_after("balanced", 0.98) == 2
+    assert stopped_after("aggressive", 0.95) == 2
+    assert stopped_after("aggressive", 0.996) == 1
+    assert stopped_after("aggressive", 0.94) is None
     assert stopped_after("exact", 1.0) is None
 
 
 @pytest.mark.parametrize("other", ["8}", "}", "7, but wait}"])
 def test_a_different_empty_or_hedged_answer_breaks_the_row(other: str) -> None:
-    rules = stopping(preset="balanced")
+    rules = stopping(preset="conservative")
     texts = ["7}", "7}", other, "7}", "7}"]
-    assert not any(rule_of(rules.observe(probed(100 * n, t, 0.9))) for n, t in enumerate(texts, 1))
-    assert rule_of(rules.observe(probed(900, "7}", 0.9))) == "consistency"
+    assert not any(rule_of(rules.observe(probed(100 * n, t, 0.98))) for n, t in enumerate(texts, 1))
+    assert rule_of(rules.observe(probed(900, "7}", 0.98))) == "consistency"
 
 
 @pytest.mark.parametrize(
@@ -146,8 +145,8 @@ def test_running_mean_and_variance_follow_the_formula() -> None:
 
 def test_the_entropy_knob_alone_is_enough() -> None:
     rules = stopping(early_stop={"entropy": 0.1})
-    assert rules.observe(paragraph(40)) == [Peek()]
-    found = [rule_of(rules.observe(Peeked(at, 0.05, 5))) for at in (100, 120, 140)]
+    assert rules.observe(paragraph(255)) == [] and rules.observe(paragraph(256)) == [Peek()]
+    found = [rule_of(rules.observe(Peeked(at, 0.05, 5))) for at in (260, 512, 768)]
     assert found == [None, None, "entropy"]
     high = stopping(early_stop={"entropy": 0.1})
     assert not any(rule_of(high.observe(Peeked(100 * n, 0.11, 5))) for n in range(1, 30))
@@ -166,7 +165,7 @@ def test_the_confidence_knob_prefers_the_models_own_tag() -> None:
 
 def test_the_consistency_knob() -> None:
     rules = stopping(early_stop_threshold={"consistency": "3/4"})
-    assert rules.observe(paragraph(128)) == [Probe(32)]
+    assert rules.observe(paragraph(256)) == [Probe(32)]
     texts = ["7}", "8}", "7.0}", "14/2}"]
     found = [rule_of(rules.observe(probed(100 * n, t, 0.2))) for n, t in enumerate(texts, 1)]
     assert found == [None, None, None, "consistency"]
@@ -179,56 +178,57 @@ def test_knobs_add_to_a_preset() -> None:
     assert [rule_of(rules.observe(probed(at, "7}"))) for at in (100, 200)] == [None, "consistency"]
 
 
-def drive(rules: EarlyStopping, length: int, step: int = 32, tokens: int = 52) -> list[int]:
-    """Thinking in paragraphs of `step` tokens; probes come back at once. Returns where probes were taken."""
+def drive(rules: EarlyStopping, length: int, entropy: float, step: int = 32, tokens: int = 18) -> list[int]:
+    """Thinking in paragraphs of `step` tokens; looks come back at once. Returns where probes were taken."""
     places = []
     for at in range(step, length, step):
-        for action in rules.observe(paragraph(at, 3.0)):
-            if isinstance(action, Probe):
-                places.append(at)
-                rules.observe(probed(at, f"{at}}}", 0.5, tokens))
-            elif isinstance(action, Peek):
-                rules.observe(Peeked(at, 1.0, 5))
+        actions = rules.observe(paragraph(at, 9.0))
+        if Peek() in actions:
+            actions = rules.observe(Peeked(at, entropy, 9))
+        if Probe(32) in actions:
+            places.append(at)
+            rules.observe(probed(at, f"{at}}}", 0.5, tokens))
     return places
 
 
-def test_probes_stay_within_their_share_and_grow_apart() -> None:
+def test_peeks_come_by_ticks_and_probes_only_where_one_finds_the_answer_closed() -> None:
     rules = stopping(preset="balanced")
-    places = drive(rules, 32_768)
-    assert places[:2] == [128, 256] and places[2] * 0.06 >= 3 * 52  # two are free
-    assert rules.facts.probe_tokens <= 0.06 * 32_768
-    cheap = drive(stopping(preset="balanced"), 32_768, tokens=10)
-    gaps = [b - a for a, b in pairwise(cheap)]
-    assert gaps[0] == 128 and max(gaps) == gaps[-1] == 1024
+    assert drive(rules, 8192, entropy=0.31) == []
+    assert rules.facts.peek_tokens == 9 * rules.facts.num_peeks <= 0.06 * 8192
+    gaps = [b - a for a, b in pairwise(drive(stopping(preset="balanced"), 32_768, entropy=0.3, tokens=4))]
+    assert gaps[0] == 256 and max(gaps) == gaps[-1] == 512
 
 
-def test_the_gate_holds_probes_back() -> None:
+def test_all_looks_stay_within_their_share() -> None:
     rules = stopping(preset="balanced")
-    assert rules.observe(paragraph(200, 9.0)) == [Peek()]  # the margin is known and wide
-    rules.observe(Peeked(200, 2.0, 5))
-    assert rules.observe(paragraph(220, 9.0)) == []
-    for at in (340, 470, 600, 730):
-        assert Probe(32) not in rules.observe(paragraph(at, 9.0))
-        rules.observe(Peeked(at, 0.5, 5))
-        if rules.facts.entropy <= 0.7 * 2.0:
-            break
-    assert rules.observe(paragraph(760, 9.0)) == [Probe(32)]
+    places = drive(rules, 32_768, entropy=0.1, tokens=52)
+    assert places[:2] == [256, 512] and places[2] * 0.06 >= 3 * 52  # two are free
+    assert rules.facts.probe_tokens + rules.facts.peek_tokens <= 0.06 * 32_768
+    assert len(places) < len(drive(stopping(preset="balanced"), 32_768, entropy=0.1, tokens=18))
+
+
+def test_a_small_margin_opens_probes_without_a_peek() -> None:
+    rules = stopping(preset="balanced")
+    assert rules.observe(paragraph(300, 9.0)) == [Peek()]
+    assert rules.observe(Peeked(300, 2.0, 9)) == []
+    assert rules.observe(paragraph(320, 4.0)) == [Probe(32)]
+    assert stopping(preset="balanced").observe(paragraph(300, math.nan)) == [Peek()]
 
 
 def test_a_sure_answer_is_asked_for_again_soon() -> None:
     rules = stopping(preset="balanced")
-    for at, probability in ((4000, 0.5), (5000, 0.96)):
+    for at, probability in ((4000, 0.5), (5000, 0.99)):
         assert rules.observe(paragraph(at, 3.0)) == [Probe(32)]
         rules.observe(probed(at, "7}", probability))
     assert rules.observe(sentence(5120, 9.0)) == []
     assert rules.observe(sentence(5128, 9.0)) == [Probe(32)]  # before the tick, at a sentence, past the gate
-    assert rule_of(rules.observe(probed(5128, "7}", 0.96))) == "consistency"
+    assert rule_of(rules.observe(probed(5128, "7}", 0.99))) == "consistency"
 
 
 def test_a_dropped_probe_is_asked_again_after_a_tick() -> None:
     rules = stopping(early_stop={"consistency": "2/2"})
-    asked = [at for at in range(32, 600, 32) if rules.observe(paragraph(at)) == [Probe(32)]]
-    assert asked == [128, 256, 384, 512]
+    asked = [at for at in range(32, 1200, 32) if rules.observe(paragraph(at)) == [Probe(32)]]
+    assert asked == [256, 512, 768, 1024]
 
 
 @pytest.mark.parametrize("guard", ["tools", "grammar", "code"])
@@ -270,7 +270,7 @@ def test_no_period_in_three_repeats() -> None:
 
 def test_shadow_mode_stops_nothing_and_judges() -> None:
     rules = stopping(preset="balanced", shadow=True)
-    assert all(rule_of(rules.observe(probed(100 * n, "7}", 0.96))) is None for n in range(1, 4))
+    assert all(rule_of(rules.observe(probed(100 * n, "7}", 0.99))) is None for n in range(1, 4))
     assert rules.observe(sentence(350, 0.0)) == [Probe(32)]  # what would the answer be where the margin stops?
     rules.observe(probed(360, "8}", 0.5))
     verdicts = {v.stop.rule: v for v in rules.finish("7.0", 1000)}

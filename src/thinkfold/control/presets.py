@@ -1,4 +1,7 @@
-"""The numbers of every rule, by preset. Proposals built from the sources that the rules name."""
+"""The numbers of every rule, by preset: those of the sources that the rules name, or chosen on Pebble's traces.
+
+That an answer comes again says little; how sure it is says nearly all (docs/control.md).
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,12 @@ class RuleSet:
 PRESETS: Mapping[Preset, RuleSet] = {
     Preset.EXACT: RuleSet(),
     Preset.CONSERVATIVE: RuleSet(
-        (MarginRule(0.0), ConsistencyRule(5, 5, min_confidence=0.80), LoopRule()), LookRule(peeks=True, probes=True)
+        (MarginRule(0.0), ConsistencyRule(3, 3, min_confidence=0.98, each=True), LoopRule()), LookRule(peeks=True, probes=True)
     ),
     Preset.BALANCED: RuleSet(
         (
             MarginRule(0.25, agreeing_probes=2),
-            ConsistencyRule(3, 3, min_confidence=0.80),
-            ConsistencyRule(2, 2, min_confidence=0.95, each=True),
+            ConsistencyRule(2, 2, min_confidence=0.98, each=True),
             LoopRule(),
         ),
         LookRule(peeks=True, probes=True),
@@ -44,8 +46,8 @@ PRESETS: Mapping[Preset, RuleSet] = {
         (
             MarginRule(1.0),
             EntropyRule(level=0.3, variance=1e-4, min_peeks=10, min_tokens=512),
-            ConsistencyRule(2, 2, min_confidence=0.80),
-            ConfidenceRule(0.97, stated=False),
+            ConsistencyRule(2, 2, min_confidence=0.95, each=True),
+            ConfidenceRule(0.995, stated=False),
             HopelessRule(),
             LoopRule(),
         ),

@@ -1,12 +1,11 @@
-"""When to look: peeks at paragraphs, probes at ticks that grow with the thinking, both within a share of it."""
+"""When to look: peeks at ticks that grow with the thinking, and probes where a peek says that an answer is there."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from thinkfold.control.facts import Facts
-from thinkfold.control.rule import Action, AtBoundary, BoundaryKind, Observation, Peek, Probe
+from thinkfold.control.rule import Action, AtBoundary, BoundaryKind, Observation, Peek, Peeked, Probe
 
 MAX_PROBE_TOKENS = 32
 EXPECTED_PROBE_TOKENS = 48  # before the first one came back: forced suffix and answer
@@ -14,56 +13,52 @@ EXPECTED_PROBE_TOKENS = 48  # before the first one came back: forced suffix and 
 
 @dataclass(frozen=True, slots=True)
 class LookRule:
-    """Peeks at most every `peek_every` tokens; probes each clamp(`tick_share` · length, tick_min, tick_max).
+    """Looks each clamp(`tick_share` · length, `tick_min`, `tick_max`) tokens, at the end of a paragraph or segment.
 
-    Probes stay below `probe_share` of the thinking, the first `free_probes` excepted. `gated` ones
-    wait until the peeked entropy fell by `gate_fall` or the margin is at most `gate_margin` nats;
-    where neither is known there is no gate. An answer with a probability of `sure` is asked for
-    again `tick_min` tokens later, at any boundary, so that it need not wait for the next tick.
+    `gated` probes do not come by the tick: they follow a peek whose entropy is at most `open_entropy` nats at once, or
+    come where the margin is at most `open_margin` nats. A peek costs half as much as a probe, and a first token that is
+    open says enough. All looks stay within `look_share` of the thinking, the first `free_probes` probes excepted. An
+    answer with a probability of `sure` is asked for again `again` tokens later, at any boundary.
     """
 
     peeks: bool
     probes: bool
     gated: bool = True
-    peek_every: int = 128
     tick_share: float = 0.08
-    tick_min: int = 128
-    tick_max: int = 1024
-    probe_share: float = 0.06
+    tick_min: int = 256
+    tick_max: int = 512
+    look_share: float = 0.06
     free_probes: int = 2
-    gate_fall: float = 0.30
-    gate_margin: float = 4.0
+    open_entropy: float = 0.3
+    open_margin: float = 4.0
     sure: float = 0.95
+    again: int = 128
     name: str = "look"
 
     def decide(self, seen: Observation, facts: Facts) -> Action | None:
+        if isinstance(seen, Peeked):
+            return self._probe(facts) if self.gated and seen.entropy <= self.open_entropy else None
         if not isinstance(seen, AtBoundary):
             return None
-        again = self._was_sure(facts)
-        if self.probes and (again or seen.kind is not BoundaryKind.SENTENCE) and self._probe_is_due(facts, again):
-            return Probe(MAX_PROBE_TOKENS)
+        since_probe = facts.thinking_tokens - facts.last_probe
+        if since_probe >= self.again and self._was_sure(facts):
+            return self._probe(facts)
         if seen.kind is BoundaryKind.SENTENCE:
             return None
-        rested = not facts.last_peek or facts.thinking_tokens - facts.last_peek >= self.peek_every
+        tick = min(max(self.tick_share * facts.thinking_tokens, self.tick_min), self.tick_max)
+        opened = not self.gated or seen.margin <= self.open_margin  # an unknown margin, NaN, opens nothing
+        if since_probe >= tick and opened and (probe := self._probe(facts)):
+            return probe
+        rested = facts.thinking_tokens - max(facts.last_peek, facts.last_probe) >= tick
         return Peek() if self.peeks and rested and seen.kind is not BoundaryKind.TRANSITION else None
 
     def _was_sure(self, facts: Facts) -> bool:
         last = facts.probes[-1] if facts.probes else None
         return last is not None and last.answer is not None and last.confidence >= self.sure
 
-    def _probe_is_due(self, facts: Facts, again: bool) -> bool:
-        length, count = facts.thinking_tokens, len(facts.probes)
-        tick = self.tick_min if again else min(max(self.tick_share * length, self.tick_min), self.tick_max)
-        if length - facts.last_probe < tick:
-            return False
+    def _probe(self, facts: Facts) -> Probe | None:
+        """A probe, if it is asked for and looks may still cost that much."""
+        count, spent = len(facts.probes), facts.probe_tokens + facts.peek_tokens
         expected = facts.probe_tokens / count if count else EXPECTED_PROBE_TOKENS
-        if count >= self.free_probes and facts.probe_tokens + expected > self.probe_share * length:
-            return False
-        return again or not self.gated or self._is_open(facts)
-
-    def _is_open(self, facts: Facts) -> bool:
-        known_entropy, known_margin = facts.num_peeks > 0, not math.isnan(facts.margin)
-        if not (known_entropy or known_margin):
-            return True
-        fell = known_entropy and facts.entropy <= (1 - self.gate_fall) * facts.first_entropy
-        return fell or (known_margin and facts.margin <= self.gate_margin)
+        affordable = count < self.free_probes or spent + expected <= self.look_share * facts.thinking_tokens
+        return Probe(MAX_PROBE_TOKENS) if self.probes and affordable else None
