@@ -76,10 +76,8 @@ class Arm:
     def planner(self, profile: str, prompt_tokens: int) -> FoldPlanner:
         """What says when the engine would fold: at once, or after the profile's delay."""
         policy = FoldPolicy(policy=FoldMode.EAGER, profile=profile, selector=self.selector, entries=self.entries)
-        planner = FoldPlanner(policy, PAGE_SIZE, prompt_tokens)
-        if not self.late:
-            planner.numbers = replace(planner.numbers, fold_delay=0, keep_raw_tokens=0)
-        return planner
+        at_once = None if self.late else replace(policy.numbers, fold_delay=0, keep_raw_tokens=0)
+        return FoldPlanner(policy, PAGE_SIZE, prompt_tokens, numbers=at_once)
 
 
 @dataclass(slots=True)

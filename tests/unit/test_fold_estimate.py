@@ -21,7 +21,7 @@ def model(capacity: int, length: int = 131_072) -> ModelInfo:
 
 def test_what_is_young_is_raw_and_what_is_old_leaves_a_summary() -> None:
     most = FoldShape.most(NUMBERS)
-    tail = 256 + 1024
+    tail = 192 + 256 + 1024
     assert most.entries(NUMBERS, tail) == tail
     assert most.entries(NUMBERS, tail + 640) == pytest.approx(tail + 64)
     assert FoldShape(640, refused=1.0).entries(NUMBERS, 9000) == 9000

@@ -130,8 +130,7 @@ class Case:
         for index in range(n):
             steering = Thinker(length, phase=Phase.THINKING)
             steering.answer = answer
-            planner = FoldPlanner(policy, PAGE, len(prompt), self.runner.window)
-            planner.numbers = NUMBERS.behind(self.runner.window)
+            planner = FoldPlanner(policy, PAGE, len(prompt), self.runner.window, NUMBERS)
             made.append(Branch(request, index, number * 10 + index, steering, list(prompt), folding=planner))
         return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from thinkfold.errors import PositionError
@@ -13,10 +15,8 @@ PAGE, PROMPT = 4, 6
 NUMBERS = FoldProfile(max_segment_tokens=24, min_segment_tokens=8, fold_delay=6, keep_raw_tokens=8, entries=4)
 
 
-def planner(policy=FoldMode.EAGER, at_answer=AtAnswer.KEEP):
-    made = FoldPlanner(FoldPolicy(policy, entries=4, at_answer=at_answer), PAGE, PROMPT)
-    made.numbers = NUMBERS
-    return made
+def planner(policy=FoldMode.EAGER, at_answer=AtAnswer.KEEP, numbers=NUMBERS, window=0):
+    return FoldPlanner(FoldPolicy(policy, entries=4, at_answer=at_answer), PAGE, PROMPT, window, numbers)
 
 
 def pages(span):
@@ -101,8 +101,7 @@ def test_a_refused_span_stays_raw_and_is_offered_again_by_force_only():
 
 
 def test_under_pressure_the_span_that_wins_most_goes_first_and_young_ones_last():
-    made = planner(FoldMode.PRESSURE)
-    made.numbers = FoldProfile(24, 8, fold_delay=30, keep_raw_tokens=8, entries=4)
+    made = planner(FoldMode.PRESSURE, numbers=replace(NUMBERS, fold_delay=30))
     made.observe([11, 25, 40], None)  # spans of 2, 3 and 4 pages, due at 47, 61 and 76
     first, second, third = made.spans
     assert made.under_pressure(30, pages) == (False, 2, first), "the second lies in the last tokens"
@@ -270,8 +269,7 @@ def test_a_restart_forgets_what_was_folded_and_reads_all_ends_again():
 
 
 def test_a_withdrawn_span_is_offered_again():
-    made = planner(FoldMode.PRESSURE)
-    made.numbers = FoldProfile(24, 8, fold_delay=30, keep_raw_tokens=8, entries=4)
+    made = planner(FoldMode.PRESSURE, numbers=replace(NUMBERS, fold_delay=30))
     made.observe([11, 25, 40], None)
     first, second, _ = before = made.spans
     assert pressed(made, 61) is second
@@ -289,8 +287,7 @@ def test_a_withdrawn_span_is_offered_again():
 def test_a_span_leaves_only_behind_every_window(policy, at_answer):
     """A layer that sees the last 30 tokens would else see others in the place of those that left."""
     window = 30
-    made = FoldPlanner(FoldPolicy(policy, entries=4, at_answer=at_answer), PAGE, PROMPT, window)
-    made.numbers = NUMBERS.behind(window)
+    made = planner(policy, at_answer, window=window)
     made.observe([11, 25, 40], 40)
     ends, left = {s.start: s.end for s in made.spans}, {}
     for position in range(46, 160):

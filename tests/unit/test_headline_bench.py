@@ -117,7 +117,7 @@ def test_predictions_need_no_device_and_count_the_same_steps(model: str, capsys:
     (numbers,) = measured(capsys, *options, "--device", "cpu").values()
     (told,) = measured(capsys, *options, "--predict").values()
     assert told["steps"] == pytest.approx(numbers["steps"], abs=4)
-    assert told["folds"] == numbers["folds"] == 2
+    assert told["folds"] == numbers["folds"] >= 1
     assert told["entries_peak"] == numbers["entries_peak"] < 512 // 10 + 8192 // 10
 
 

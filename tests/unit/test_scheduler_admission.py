@@ -69,10 +69,8 @@ def branch(number, output=0, *, policy=None, budget=1000, max_tokens=4000, promp
     thinking = ThinkingPolicy(True, budget, "default")
     request = make_request(str(number), range(prompt), max_tokens=max_tokens, thinking=thinking, phase=phase)
     steering = FreeRun(10_000, outputs=output, phase=phase)
-    planner = FoldPlanner(policy, PAGE, prompt) if policy else None
+    planner = FoldPlanner(policy, PAGE, prompt, numbers=NUMBERS) if policy else None
     made = Branch(request, 0, number, steering, [0] * (prompt + output), folding=planner)
-    if planner:
-        planner.numbers = NUMBERS
     if output:
         made.slot, made.status = number, BranchStatus.RUNNING
         made.table.kv_len = made.num_computed_tokens = prompt + output

@@ -72,8 +72,8 @@ def thinker(number, length, *, answer=0, prompt=range(5), policy=FoldMode.EAGER,
     request = make_request(str(number), [1000 * number + t for t in prompt], max_tokens=length, phase=Phase.THINKING)
     steering = Thinker(length, phase=Phase.THINKING)
     steering.answer = answer
-    planner = FoldPlanner(FoldPolicy(policy, **{"entries": NUMBERS.entries, **fold}), PAGE, len(prompt))
-    planner.numbers = NUMBERS
+    policy = FoldPolicy(policy, **{"entries": NUMBERS.entries, **fold})
+    planner = FoldPlanner(policy, PAGE, len(prompt), numbers=NUMBERS)
     return Branch(request, 0, number, steering, list(request.prompt_token_ids), folding=planner)
 
 

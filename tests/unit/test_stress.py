@@ -122,9 +122,7 @@ class Stress:
         policy = request.fold
         if policy.policy is FoldMode.OFF and policy.at_answer is AtAnswer.KEEP:
             return None
-        planner = FoldPlanner(policy, PAGE, len(request.prompt_token_ids))
-        planner.numbers = NUMBERS
-        return planner
+        return FoldPlanner(policy, PAGE, len(request.prompt_token_ids), numbers=NUMBERS)
 
     def draw(self, sample, raw, spans):
         rng = Random(hash((sample.seed, sample.branch, sample.position, raw, tuple(spans))))

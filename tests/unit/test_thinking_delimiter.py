@@ -17,7 +17,7 @@ from thinkfold.thinking import delimiter
 from thinkfold.thinking.delimiter import LOOKBACK, DelimiterSearch, compile_delimiter
 from thinkfold.thinking.segments import SegmentFinder
 from thinkfold.thinking.tracker import Tracker
-from thinkfold.types import DELIMITER_LAG, FoldMode, FoldPolicy, Phase, PromptState
+from thinkfold.types import DELIMITER_LAG, FoldMode, FoldPolicy, FoldProfile, Phase, PromptState
 
 NONE: frozenset[int] = frozenset()
 
@@ -166,7 +166,6 @@ def test_no_span_is_due_before_its_end_is_known() -> None:
     for regex, delay in ((None, 64), ("Wait", 64)):
         planner = FoldPlanner(FoldPolicy(FoldMode.EAGER, "pebble", delimiter_regex=regex), 16, 5)
         assert planner.numbers.fold_delay == delay
-    planner.numbers = type(planner.numbers)(64, 16, 4, 8, 4)
-    planner.restart()
+    planner = FoldPlanner(planner.policy, 16, 5, numbers=FoldProfile(64, 16, 4, 8, 4))
     planner.observe([59], None)
     assert planner.spans[0].due == 64 + DELIMITER_LAG + COMMIT_LAG

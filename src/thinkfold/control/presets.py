@@ -32,7 +32,8 @@ class RuleSet:
 PRESETS: Mapping[Preset, RuleSet] = {
     Preset.EXACT: RuleSet(),
     Preset.CONSERVATIVE: RuleSet(
-        (MarginRule(0.0), ConsistencyRule(3, 3, min_confidence=0.98, each=True), LoopRule()), LookRule(peeks=True, probes=True)
+        (MarginRule(0.0), ConsistencyRule(3, 3, min_confidence=0.98, each=True), LoopRule()),
+        LookRule(peeks=True, probes=True),
     ),
     Preset.BALANCED: RuleSet(
         (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from thinkfold.errors import PositionError
 from thinkfold.fold.spans import Span, SpanBook, SpanState, Worth
-from thinkfold.types import DELIMITER_LAG, AtAnswer, FoldMode, FoldPolicy
+from thinkfold.types import DELIMITER_LAG, AtAnswer, FoldMode, FoldPolicy, FoldProfile
 
 COMMIT_LAG = 4  # positions from judging to committing: the estimate comes home in between, even one step ahead
 ANSWER_LAG = 2  # the answer is known to have begun this many positions after its first token, even one step ahead
@@ -22,10 +22,20 @@ class FoldPlanner:
     Never folds the prompt, what thinking begins with, the open segment or a summary.
     """
 
-    def __init__(self, policy: FoldPolicy, page_size: int, num_prompt_tokens: int, window: int = 0) -> None:
-        """Some of the model's layers see `window` tokens: a span leaves only when it lies behind them; 0 is none."""
+    def __init__(
+        self,
+        policy: FoldPolicy,
+        page_size: int,
+        num_prompt_tokens: int,
+        window: int = 0,
+        numbers: FoldProfile | None = None,
+    ) -> None:
+        """Some of the model's layers see `window` tokens: a span leaves only when it lies behind them; 0 is none.
+
+        `numbers` other than the policy's own are for those who simulate.
+        """
         self.policy = policy
-        self.numbers = policy.numbers.behind(window)
+        self.numbers = (numbers or policy.numbers).behind(window)
         self._window = window
         self.num_prompt_tokens = num_prompt_tokens
         self._page_size = page_size
@@ -38,8 +48,7 @@ class FoldPlanner:
 
     def fork(self, position: int, segment_ends: Sequence[int], answer_start: int | None) -> FoldPlanner:
         """The planner of a branch that shares the first `position` tokens, in which those ends were found."""
-        child = FoldPlanner(self.policy, self._page_size, self.num_prompt_tokens, self._window)
-        child.numbers = self.numbers
+        child = FoldPlanner(self.policy, self._page_size, self.num_prompt_tokens, self._window, self.numbers)
         child.told = {known for known in self.told if known[0] < position}
         child.observe(segment_ends, answer_start)
         known, whole = {span.start: span for span in child.spans}, {s.start: s.ends for s in self._book.all_whole()}

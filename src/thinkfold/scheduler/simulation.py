@@ -260,9 +260,7 @@ class Simulation:
     def _planner(self, work: Work) -> FoldPlanner | None:
         if self._fold.policy is FoldMode.OFF and self._fold.at_answer is AtAnswer.KEEP:
             return None
-        planner = FoldPlanner(self._fold, self._scheduler.kv.page_size, work.prompt)
-        planner.numbers = self._numbers or planner.numbers
-        return planner
+        return FoldPlanner(self._fold, self._scheduler.kv.page_size, work.prompt, numbers=self._numbers)
 
     def _open_window(self) -> None:
         if self._watch is None and self._ended >= self._window.ramp:
