@@ -28,18 +28,27 @@ LEAST_DOT = 16  # `tl.dot` takes no smaller dimension
 
 
 class Blocks(NamedTuple):
-    """Sizes of one program of `attend_splits`: lines of queries, entries a step, warps and pipeline stages."""
+    """Sizes of one program of `attend_splits`: lines of queries, entries a step, warps and pipeline stages.
+
+    `widen` says how codes become float16 where queries are columns (`triton_columns`), and is empty where they are not.
+    """
 
     lines: int
     entries: int
     warps: int
     stages: int
+    programs: int = PROGRAMS
+    widen: str = ""
+
+
+COLUMNS = Blocks(lines=8, entries=32, warps=1, stages=3, programs=1536, widen="mixed")
 
 
 class Shapes(NamedTuple):
     """What the launches of one call share; `tokens` are those of a full tile."""
 
-    blocks: Blocks
+    raw: Blocks
+    summary: Blocks
     tokens: int
     tiles: int
     raw_splits: int
@@ -82,7 +91,7 @@ def paged_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if not kv_lens.numel() or not q.numel():
         return out.zero_(), lse.fill_(-torch.inf)
-    shapes = _shapes(q, kv, page_table, summary_rows, summary_table, sliding_window)
+    shapes = _shapes(q, kv, page_table, summary_rows, summary_table, sliding_window, int4=int4)
     # Triton launches on the current device, which may be another one.
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         tiles = _store(k, v, kv, kv_scales, layer, slot_mapping, cu_seqlens_q, kv_lens, shapes)
@@ -99,25 +108,36 @@ def _shapes(
     summary_rows: Tensor,
     summary_table: Tensor,
     window: int,
+    *,
+    int4: bool,
 ) -> Shapes:
     """Row b's tiles begin at (its first token + b (tokens - 1)) // tokens, so that no tile holds two rows."""
     num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     num_tokens, num_rows = q.shape[0], page_table.shape[0]
     group = _power_of_2(q.shape[1] // num_heads)
-    fp8, decode = kv.dtype == FP8, num_tokens <= 2 * num_rows
-    blocks = _blocks(q.dtype, _power_of_2(head_dim), group, fp8=fp8, decode=decode)
-    tokens = blocks.lines // group
+    raw = summary = _blocks(q.dtype, _power_of_2(head_dim), group, decode=num_tokens <= 2 * num_rows)
+    if num_tokens <= 2 * num_rows and q.dtype != torch.float32:
+        columns = COLUMNS._replace(lines=max(COLUMNS.lines, group), widen=COLUMNS.widen if q.is_cuda else "plain")
+        raw = columns if kv.dtype == FP8 and head_dim % 2 == 0 else raw
+        summary = (columns if _fits_int4(page_size, head_dim) else summary) if int4 else raw
+    tokens = min(raw.lines, summary.lines) // group
     tiles = (num_tokens + num_rows * (tokens - 1)) // tokens
     entries = page_table.shape[1] * page_size
-    raw = _splits(tiles * num_heads, min(entries, window + tokens) if window > 0 else entries, MAX_SPLITS)
+    seen = min(entries, window + tokens) if window > 0 else entries
+    raw_splits = _splits(raw.programs // num_heads, tiles, seen, MAX_SPLITS)
     folded = window <= 0 and summary_rows.shape[0] and summary_table.shape[1]
     room = summary_table.shape[3] * page_size if folded else 0
-    summaries = _splits(tiles * num_heads, room, MAX_SUMMARY_SPLITS) if room else 0
-    return Shapes(blocks, tokens, tiles, raw, raw + summaries)
+    summaries = _splits(summary.programs // num_heads, tiles, room, MAX_SUMMARY_SPLITS) if room else 0
+    return Shapes(raw, summary, tokens, tiles, raw_splits, raw_splits + summaries)
 
 
-def _splits(programs: int, entries: int, most: int) -> int:
-    return max(1, min(-(-PROGRAMS // programs), -(-entries // MIN_SPLIT), most))
+def _splits(programs: int, tiles: int, entries: int, most: int) -> int:
+    return max(1, min(-(-programs // tiles), -(-entries // MIN_SPLIT), most))
+
+
+def _fits_int4(page_size: int, head_dim: int) -> bool:
+    """May blocks be read two bytes at a time, with one scale of a value for each plane of its codes?"""
+    return page_size >= LEAST_DOT and head_dim % 4 == 0 and Layout(page_size, head_dim).groups <= 2
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -130,14 +150,12 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _blocks(dtype: torch.dtype, head_dim: int, group: int, *, fp8: bool, decode: bool) -> Blocks:
+def _blocks(dtype: torch.dtype, head_dim: int, group: int, *, decode: bool) -> Blocks:
     """`head_dim` and `group` are powers of 2."""
     if dtype == torch.float32:
         return Blocks(max(LEAST_DOT, group), 32 if head_dim <= 128 else 16, 4, 2)
     if decode:
-        # fp8 is bound by instructions, of which fewer warps have fewer in common.
-        entries, warps = (64, 2) if fp8 and head_dim <= 128 else (32, 4)
-        return Blocks(max(LEAST_DOT, group), entries, warps, 3)
+        return Blocks(max(LEAST_DOT, group), 32, 4, 3)
     return Blocks(max(64 if head_dim <= 128 else 32, group), 64 if head_dim <= 128 else 32, 4, 2)
 
 
@@ -199,39 +217,45 @@ def _attend(
     _, num_layers, num_heads, _, page_size, head_dim = kv.shape
     out = torch.empty(*q.shape[:2], shapes.splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
-    blocks, page_table, summary_table = shapes.blocks, tables[1], tables[3]
+    page_table, summary_table, last = tables[1], tables[3], shapes.splits - shapes.raw_splits
+    apart = last > 0 and shapes.raw != shapes.summary
+    launches = [(shapes.raw, 0, shapes.raw_splits), (shapes.summary, shapes.raw_splits, last)]
     kernel: Any = attend_splits
-    kernel[(shapes.tiles, num_heads, shapes.splits)](
-        q,
-        kv,
-        kv_scales,
-        bias,
-        *tables,
-        out,
-        lse,
-        page_table.shape[1],
-        summary_table.shape[1],
-        summary_table.shape[3],
-        layer,
-        scale * LOG2_E,
-        window,
-        shapes.raw_splits,
-        shapes.splits,
-        int(bias.numel() > 0),
-        NUM_LAYERS=num_layers,
-        NUM_HEADS=num_heads,
-        GROUP=q.shape[1] // num_heads,
-        HEAD_DIM=head_dim,
-        LANES=max(LEAST_DOT, _power_of_2(head_dim)),
-        PAGE_SIZE=page_size,
-        BLOCK_M=blocks.lines,
-        BLOCK_N=blocks.entries,
-        FP8=kv.dtype == FP8,
-        INT4=Layout(page_size, head_dim).groups if int4 else 0,
-        SUMMARIES=shapes.splits > shapes.raw_splits,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
+    for blocks, first, count in launches if apart else [(shapes.raw, 0, shapes.splits)]:
+        kernel[(shapes.tiles, num_heads, count)](
+            q,
+            kv,
+            kv_scales,
+            bias,
+            *tables,
+            out,
+            lse,
+            page_table.shape[1],
+            summary_table.shape[1],
+            summary_table.shape[3],
+            layer,
+            scale * LOG2_E,
+            window,
+            first,
+            shapes.raw_splits,
+            shapes.splits,
+            int(bias.numel() > 0),
+            NUM_LAYERS=num_layers,
+            NUM_HEADS=num_heads,
+            GROUP=q.shape[1] // num_heads,
+            HEAD_DIM=head_dim,
+            LANES=max(LEAST_DOT, _power_of_2(head_dim)),
+            PAGE_SIZE=page_size,
+            BLOCK_M=blocks.lines,
+            BLOCK_N=blocks.entries,
+            FP8=kv.dtype == FP8,
+            INT4=Layout(page_size, head_dim).groups if int4 else 0,
+            RAW=first == 0,
+            SUMMARIES=last > 0 if not apart else first > 0,
+            WIDEN=blocks.widen,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
     return out, lse
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thinkfold.attention.triton_fp8 import attend_fp8
 from thinkfold.attention.triton_int4 import attend_int4
+from thinkfold.attention.triton_int4_columns import attend_int4_columns
 from thinkfold.attention.triton_softmax import attend
 
 # A split reads at least this many entries, so that a short row is not cut into crumbs.
 MIN_SPLIT = 256
 _MIN_SPLIT = tl.constexpr(MIN_SPLIT)
 # Integers that differ from step to step: a kernel made for one value of them would be made again and again.
-_OF_A_STEP = ("table_width", "num_lines", "summary_width", "raw_splits", "num_splits")
+_OF_A_STEP = ("table_width", "num_lines", "summary_width", "first_split", "raw_splits", "num_splits")
 
 
 @triton.jit
@@ -123,6 +125,7 @@ def attend_splits(
     layer,
     scale,
     window,
+    first_split,
     raw_splits,
     num_splits,
     beta,
@@ -136,32 +139,52 @@ def attend_splits(
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     INT4: tl.constexpr,
+    RAW: tl.constexpr,
     SUMMARIES: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
-    """Tile, KV head and split of the grid `[tiles, Hkv, splits]`: the first `raw_splits` read raw entries.
+    """Tile, KV head and split of the grid `[tiles, Hkv, splits]`, whose first split is number `first_split`.
 
-    Writes out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's
-    tokens. `scale` is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none.
+    Splits below `raw_splits` read raw entries, and the others summaries; RAW and SUMMARIES say which there are. Writes
+    out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's tokens.
+    `scale` is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none. Queries are
+    columns where WIDEN names how codes become float16.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * 4
     head = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(2) + first_split
     if tl.load(tile + 2) == 0:
         return
     row = tl.load(tile).to(tl.int64)
     queries, numbers, real, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, LANES, BLOCK_M)
-    if not SUMMARIES or split < raw_splits:
+    lines, splits = (numbers, real), (split, num_splits)
+    if RAW and (not SUMMARIES or split < raw_splits):
         table = page_table + row * table_width
         span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
-        parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False)
+        if WIDEN != "":
+            attend_fp8(
+                q, queries, lines, span, kv, kv_scales, bias, scale, 0, splits, out, lse, HEAD_DIM, PAGE_SIZE, BLOCK_N, False, WIDEN
+            )
+        else:
+            parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False)
+            _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
     else:
         table, length = _line(summary_rows, summary_lens, summary_table, row, layer * num_lines, head, summary_width)
         span = _summary(table, length, seen, split - raw_splits, num_splits - raw_splits, BLOCK_N)
-        if INT4 > 0:
-            heads: tl.constexpr = NUM_LAYERS * NUM_HEADS
+        heads: tl.constexpr = NUM_LAYERS * NUM_HEADS
+        if INT4 > 0 and WIDEN != "":
+            attend_int4_columns(
+                q, queries, lines, span, kv, scale, splits, out, lse, heads, HEAD_DIM, PAGE_SIZE, BLOCK_N, INT4, WIDEN
+            )
+        elif INT4 > 0:
             parts = attend_int4(queries, span, kv, scale, heads, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
+            _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
+        elif WIDEN != "":
+            attend_fp8(
+                q, queries, lines, span, kv, kv_scales, bias, scale, beta, splits, out, lse, HEAD_DIM, PAGE_SIZE, BLOCK_N, True, WIDEN
+            )
         else:
             parts = attend(
                 queries, span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, True
             )
-    _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
+            _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
