@@ -41,59 +41,70 @@ def _pair(at, behind: tl.constexpr, mask):
 
 
 @triton.jit
-def _scales(
-    halves, start, place, valid, lanes, used, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Least and step of the four planes of keys `[U]` and of both of values `[N]`, and β `[N]`, in one block."""
-    KEYS: tl.constexpr = PAGE_SIZE * HEAD_DIM // 2
-    VALUES: tl.constexpr = KEYS + 2 * HEAD_DIM
-    STEPS: tl.constexpr = PAGE_SIZE * GROUPS
-    HALF: tl.constexpr = HEAD_DIM // 2
-    keys = halves + start + KEYS + 2 * lanes
-    values = halves + start + VALUES + place * GROUPS
-    return (
-        _pair(keys, HEAD_DIM, used),
-        _pair(keys + HALF, HEAD_DIM, used),
-        _pair(keys + 1, HEAD_DIM, used),
-        _pair(keys + HALF + 1, HEAD_DIM, used),
-        _pair(values, STEPS, valid),
-        _pair(values + GROUPS - 1, STEPS, valid),
-        tl.load(halves + start + VALUES + 2 * STEPS + place, mask=valid, other=-float("inf")),
-    )
-
-
-@triton.jit
-def _ahead(
-    halves, starts, first, high, lanes, used,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """`_scales` of the blocks of entries from `first` on."""
+def _of_keys(halves, starts, lanes, used, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Least and step `[U]` of each plane of the keys of each block."""
     found = ()
     for i in tl.static_range(len(starts)):
-        place = first % PAGE_SIZE + tl.arange(0, N) if PAGE_SIZE > N else tl.arange(0, N)
-        valid = first + i * N + tl.arange(0, N) < high
-        found = found + (_scales(halves, starts[i], place, valid, lanes, used, HEAD_DIM, PAGE_SIZE, GROUPS),)
+        at = halves + starts[i] + PAGE_SIZE * HEAD_DIM // 2 + 2 * lanes
+        low, high = _pair(at, HEAD_DIM, used), _pair(at + HEAD_DIM // 2, HEAD_DIM, used)
+        found = found + ((low, high, _pair(at + 1, HEAD_DIM, used), _pair(at + HEAD_DIM // 2 + 1, HEAD_DIM, used)),)
     return found
 
 
 @triton.jit
-def _wide(codes, scale, axis: tl.constexpr):
-    """Numbers of codes, whose scales lie along the other axis than `axis`."""
-    least = tl.broadcast_to(tl.expand_dims(scale[0], axis), codes.shape)
-    return tl.fma(codes, tl.broadcast_to(tl.expand_dims(scale[1], axis), codes.shape), least)
+def _spread(starts, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where its block begins, for each entry `[BLOCK_N]`; a block has `N` of them."""
+    page = tl.arange(0, BLOCK_N) // N
+    spread = tl.zeros((BLOCK_N,), tl.int64) + starts[0]
+    for i in tl.static_range(1, len(starts)):
+        spread = tl.where(page == i, starts[i], spread)
+    return spread
 
 
 @triton.jit
-def _page_scores(codes, scales, q_a, q_b, q_c, q_d, factor, WIDEN: tl.constexpr):
-    """Scores `[N, M]` of one page to base 2, -inf where β hides an entry, and which it does not."""
-    a, b, c, d = _planes(codes, WIDEN)
-    scores = tl.dot(_wide(a, scales[0], 0), q_a)
-    scores = tl.dot(_wide(b, scales[1], 0), q_b, scores)
-    scores = tl.dot(_wide(c, scales[2], 0), q_c, scores)
-    scores = tl.dot(_wide(d, scales[3], 0), q_d, scores)
-    beta = scales[6].to(tl.float32)
-    shown = (beta != -float("inf"))[:, None]
-    return tl.where(shown, scores * factor + (beta * _LOG2_E)[:, None], -float("inf"))
+def _places(first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Places in their pages of entries from `first` on."""
+    places = tl.arange(0, BLOCK_N) % PAGE_SIZE
+    return places + first % PAGE_SIZE if PAGE_SIZE > BLOCK_N else places
+
+
+@triton.jit
+def _of_entries(
+    halves,
+    starts,
+    first,
+    high,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Least and step of the first and of the last group of each entry's value, and β, `[BLOCK_N]`."""
+    STEPS: tl.constexpr = PAGE_SIZE * GROUPS
+    valid = first + tl.arange(0, BLOCK_N) < high
+    place = _places(first, PAGE_SIZE, BLOCK_N)
+    at = halves + _spread(starts, N, BLOCK_N) + (PAGE_SIZE * HEAD_DIM // 2 + 2 * HEAD_DIM)
+    values = at + place * GROUPS
+    beta = tl.load(at + 2 * STEPS + place, mask=valid, other=-float("inf"))
+    return _pair(values, STEPS, valid), _pair(values + GROUPS - 1, STEPS, valid), beta
+
+
+@triton.jit
+def _wide(codes, scale):
+    """Numbers of codes, whose scales lie along the second axis."""
+    least = tl.broadcast_to(scale[0][None, :], codes.shape)
+    return tl.fma(codes, tl.broadcast_to(scale[1][None, :], codes.shape), least)
+
+
+@triton.jit
+def _page_scores(codes, scales, queries, WIDEN: tl.constexpr):
+    """Products `[N, M]` of one page's keys and the queries' planes."""
+    planes = _planes(codes, WIDEN)
+    scores = tl.dot(_wide(planes[0], scales[0]), queries[0])
+    for i in tl.static_range(1, 4):
+        scores = tl.dot(_wide(planes[i], scales[i]), queries[i], scores)
+    return scores
 
 
 @triton.jit
@@ -143,10 +154,12 @@ def attend_int4_columns(
     used = lanes < PAIRS
     peak = peak_of(queries)
     factor = scale * peak
-    q_a = plane_of(q, lines, 2 * lanes, used, peak, HEAD_DIM)
-    q_b = plane_of(q, lines, 2 * lanes + HIGH, used, peak, HEAD_DIM)
-    q_c = plane_of(q, lines, 2 * lanes + 1, used, peak, HEAD_DIM)
-    q_d = plane_of(q, lines, 2 * lanes + 1 + HIGH, used, peak, HEAD_DIM)
+    queries = (
+        plane_of(q, lines, 2 * lanes, used, peak, HEAD_DIM),
+        plane_of(q, lines, 2 * lanes + HIGH, used, peak, HEAD_DIM),
+        plane_of(q, lines, 2 * lanes + 1, used, peak, HEAD_DIM),
+        plane_of(q, lines, 2 * lanes + 1 + HIGH, used, peak, HEAD_DIM),
+    )
     codes = kv.to(tl.pointer_type(tl.uint16), bitcast=True)
     halves = kv.to(tl.pointer_type(tl.float16), bitcast=True)
     largest = tl.full((M,), -float("inf"), tl.float32)
@@ -157,44 +170,41 @@ def attend_int4_columns(
     d = tl.zeros((U, M), tl.float32)
     starts = _starts(blocks_at(table, low, low, high, PAGE_SIZE, PAGES), PER_PAGE, PAGE, BLOCK)
     numbers = blocks_at(table, low + BLOCK_N, low, high, PAGE_SIZE, PAGES)
-    ahead = _ahead(halves, starts, low, high, lanes, used, HEAD_DIM, PAGE_SIZE, N, GROUPS)
+    k_ahead = _of_keys(halves, starts, lanes, used, HEAD_DIM, PAGE_SIZE)
+    v_ahead = _of_entries(halves, starts, low, high, HEAD_DIM, PAGE_SIZE, N, BLOCK_N, GROUPS)
     for first in range(low, high, BLOCK_N):
-        place = first % PAGE_SIZE + tl.arange(0, N) if PAGE_SIZE > N else tl.arange(0, N)
-        here, scales = starts, ahead
+        place = _places(first, PAGE_SIZE, N)
+        codes_at = codes + _spread(starts, N, BLOCK_N) + PAGE_SIZE * PAIRS + _places(first, PAGE_SIZE, BLOCK_N) * PAIRS
+        here, k_scales = starts, k_ahead
+        even, odd, beta = v_ahead
         starts = _starts(numbers, PER_PAGE, PAGE, BLOCK)
         numbers = blocks_at(table, first + 2 * BLOCK_N, low, high, PAGE_SIZE, PAGES)
-        ahead = _ahead(halves, starts, first + BLOCK_N, high, lanes, used, HEAD_DIM, PAGE_SIZE, N, GROUPS)
-        scores = ()
-        for i in tl.static_range(PAGES):
-            at = codes + here[i] + (place * PAIRS)[:, None] + lanes[None, :]
-            found = tl.load(at, mask=used[None, :], other=0)
-            scores = scores + (_page_scores(found, scales[i], q_a, q_b, q_c, q_d, factor, WIDEN),)
-        best = scores[0]
-        for i in tl.static_range(1, PAGES):
-            best = tl.maximum(best, scores[i])
-        new = tl.maximum(largest, tl.max(best, 0))
-        safe = tl.where(new == -float("inf"), 0.0, new)
+        k_ahead = _of_keys(halves, starts, lanes, used, HEAD_DIM, PAGE_SIZE)
+        v_ahead = _of_entries(halves, starts, first + BLOCK_N, high, HEAD_DIM, PAGE_SIZE, N, BLOCK_N, GROUPS)
+        at = (place * PAIRS)[:, None] + lanes[None, :]
+        scores = _page_scores(tl.load(codes + here[0] + at, mask=used[None, :], other=0), k_scales[0], queries, WIDEN)
+        if PAGES == 2:
+            found = tl.load(codes + here[1] + at, mask=used[None, :], other=0)
+            scores = tl.join(scores, _page_scores(found, k_scales[1], queries, WIDEN))
+            scores = scores.permute(2, 0, 1).reshape(BLOCK_N, M)
+        bias = beta.to(tl.float32)
+        scores = scores * factor + (bias * _LOG2_E)[:, None]
+        scores = tl.where((bias != -float("inf"))[:, None], scores, -float("inf"))
+        new = tl.maximum(largest, tl.max(scores, 0))
+        safe = tl.where(new == -float("inf"), 0.0, new)  # a query that has seen nothing yet
+        weights = tl.exp2(scores - safe[None, :])
         fade = tl.exp2(largest - safe)
         largest = new
-        sums = tl.zeros((N, M), tl.float32)
-        a *= fade[None, :]
-        b *= fade[None, :]
-        c *= fade[None, :]
-        d *= fade[None, :]
-        for i in tl.static_range(PAGES):
-            weights = tl.exp2(scores[i] - safe[None, :])
-            sums += weights
-            weights = weights.to(tl.float16)
-            at = codes + here[i] + PAGE_SIZE * PAIRS + (place * PAIRS)[None, :] + lanes[:, None]
-            v_a, v_b, v_c, v_d = _planes(tl.load(at, mask=used[:, None], other=0), WIDEN)
-            shown = scales[i][6] != -float("inf")
-            even = _left(scales[i][4], shown)
-            odd = _left(scales[i][5], shown)
-            a = tl.dot(_wide(v_a, even, 0), weights, a)
-            b = tl.dot(_wide(v_b, odd, 0), weights, b)
-            c = tl.dot(_wide(v_c, even, 0), weights, c)
-            d = tl.dot(_wide(v_d, odd, 0), weights, d)
-        total = total * fade + tl.sum(sums, 0)
+        total = total * fade + tl.sum(weights, 0)
+        weights = weights.to(tl.float16)
+
+        planes = _planes(tl.load(codes_at[None, :] + lanes[:, None], mask=used[:, None], other=0), WIDEN)
+        shown = beta != -float("inf")
+        even, odd = _left(even, shown), _left(odd, shown)
+        a = tl.dot(_wide(planes[0], even), weights, a * fade[None, :])
+        b = tl.dot(_wide(planes[1], odd), weights, b * fade[None, :])
+        c = tl.dot(_wide(planes[2], even), weights, c * fade[None, :])
+        d = tl.dot(_wide(planes[3], odd), weights, d * fade[None, :])
     put_lse(largest, total, lines, splits, lse)
     lines = (lines[0], lines[1] & (total != 0))
     put_plane(a, 1.0 / total, lines, splits, out, 2 * lanes, used, HEAD_DIM)
