@@ -1,11 +1,13 @@
 """What the decode loops over codes of fewer than 16 bits share: entries are lines of a product, queries its columns.
 
 A matrix unit multiplies 16 lines with 8 columns, and a group of queries seldom fills 16 lines. Codes are loaded two
-bytes at a time, the least that a matrix unit takes transposed, and parted into planes: plane j of an entry holds
-the j-th code of each two bytes, and meets the same channels of the queries. Products are of float16, which holds
-every code. One warp a program needs no barriers.
+bytes at a time, the least that a matrix unit takes transposed, and parted into planes: plane j of an entry holds the
+j-th code of each two bytes, and meets the queries' plane of the same channels. Planes are float16, which holds every
+code. Programs have one warp, which waits for no other.
 """
 
+# A kernel that only compiles for a GPU looks to a type checker as if it never returned.
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
@@ -13,46 +15,98 @@ import triton.language as tl
 
 
 @triton.jit
-def peak_of(queries):
-    """What queries `[M, LANES]` are divided by to lie between -1 and 1."""
-    peak = tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0)
-    return tl.where(peak > 0.0, peak, 1.0)
+def queries_of(q, queries, lines, channels, used, HEAD_DIM: tl.constexpr):
+    """Planes `[U, M]` of the queries of `lines` in float16 between -1 and 1, and what they were divided by.
 
-
-@triton.jit
-def plane_of(q, lines, channels, used, peak, HEAD_DIM: tl.constexpr):
-    """Channels `[U]` of the queries of `lines` over `peak`, as float16 `[U, M]`; 0 for those that are not there."""
+    `queries` are the same, `[M, LANES]`; `lines` their numbers and which exist; `channels` `[U]` those of each plane.
+    """
     numbers, real = lines
-    at = q + numbers[None, :] * HEAD_DIM + channels[:, None]
-    plane = tl.load(at, mask=used[:, None] & real[None, :], other=0.0)
-    return (plane.to(tl.float32) / peak).to(tl.float16)
+    peak = tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0)
+    peak = tl.where(peak > 0.0, peak, 1.0)
+    planes = ()
+    for i in tl.static_range(len(channels)):
+        at = q + numbers[None, :] * HEAD_DIM + channels[i][:, None]
+        plane = tl.load(at, mask=used[:, None] & real[None, :], other=0.0)
+        planes += ((plane.to(tl.float32) / peak).to(tl.float16),)
+    return planes, peak
 
 
 @triton.jit
-def blocks_at(table, first, start, high, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr):
-    """The table's numbers of the pages that entries from `first` on lie in, 0 outside of `[start, high)`."""
+def numbers_at(table, first, start, high, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """The table's numbers of the pages of entries from `first` on, 0 outside of `[start, high)`."""
     numbers = ()
-    for page in tl.static_range(PAGES):
-        here = first + page * PAGE_SIZE
+    for i in tl.static_range(PAGES):
+        here = first + i * PAGE_SIZE
         # Only the first page may begin before `start`.
         shown = (here + PAGE_SIZE > start) & (here < high)
-        numbers = numbers + (tl.load(table + here.to(tl.uint32) // PAGE_SIZE, mask=shown, other=0),)
+        numbers += (tl.load(table + here.to(tl.uint32) // PAGE_SIZE, mask=shown, other=0),)
     return numbers
 
 
 @triton.jit
-def put_plane(plane, factor, lines, splits, out, channels, used, HEAD_DIM: tl.constexpr):
-    """Store a plane `[U, M]` of what one split came to, times `factor` `[M]`."""
-    numbers, real = lines
-    split, num_splits = splits
-    at = out + ((numbers * num_splits + split) * HEAD_DIM)[None, :] + channels[:, None]
-    tl.store(at, plane * factor[None, :], mask=used[:, None] & real[None, :])
+def places_of(first, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+    """Places in their pages of `N` entries from `first` on: constants, unless they are part of a page."""
+    places = tl.arange(0, N) % PAGE_SIZE
+    if PAGE_SIZE > N:
+        places += first % PAGE_SIZE
+    return places
 
 
 @triton.jit
-def put_lse(largest, total, lines, splits, lse):
-    """Store the log-sum-exp `[M]` of one split, to base 2."""
+def starts_of(starts, SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
+    """`SIZE` times its page's of `starts`, for each of `N` entries."""
+    page = tl.arange(0, N) // PAGE_SIZE
+    spread = tl.zeros((N,), tl.int64) + starts[0] * SIZE
+    for i in tl.static_range(1, len(starts)):
+        spread = tl.where(page == i, starts[i] * SIZE, spread)
+    return spread
+
+
+@triton.jit
+def products(planes, queries):
+    """The sum of the products of planes `[N, U]` and `[U, M]`."""
+    scores = tl.dot(planes[0], queries[0])
+    for i in tl.static_range(1, len(planes)):
+        scores = tl.dot(planes[i], queries[i], scores)
+    return scores
+
+
+@triton.jit
+def column_step(scores, largest, sums):
+    """`triton_softmax.softmax_step` of scores `[N, M]`; `sums` `[N, M]` are of weights, by place in the tile."""
+    new = tl.maximum(largest, tl.max(scores, 0))
+    safe = tl.where(new == -float("inf"), 0.0, new)  # a query that has seen nothing yet
+    weights = tl.exp2(scores - safe[None, :])
+    fade = tl.exp2(largest - safe)
+    return weights, new, sums * fade[None, :] + weights, fade
+
+
+@triton.jit
+def empty_sums(planes: tl.constexpr, U: tl.constexpr, M: tl.constexpr):
+    """Zeros `[U, M]` for each plane."""
+    sums = ()
+    for _ in tl.static_range(planes):
+        sums += (tl.zeros((U, M), tl.float32),)
+    return sums
+
+
+@triton.jit
+def add_planes(sums, fade, planes, weights):
+    """`sums` `[U, M]` times `fade` `[M]`, and planes `[U, N]` times weights `[N, M]`."""
+    added = ()
+    for i in tl.static_range(len(sums)):
+        added += (tl.dot(planes[i], weights, sums[i] * fade[None, :]),)
+    return added
+
+
+@triton.jit
+def put_columns(values, unit, largest, sums, lines, splits, out, lse, channels, used, HEAD_DIM: tl.constexpr):
+    """Store what one of the `splits` came to: the weighted sums of `values` in `unit`, by plane, and their LSE."""
     numbers, real = lines
-    split, num_splits = splits
-    summed = tl.where(total == 0, -float("inf"), largest + tl.log2(total))
-    tl.store(lse + numbers * num_splits + split, summed, mask=real)
+    total = tl.sum(sums, 0)
+    at = numbers * splits[1] + splits[0]
+    tl.store(lse + at, tl.where(total == 0, -float("inf"), largest + tl.log2(total)), mask=real)
+    shown = used[:, None] & (real & (total != 0))[None, :]
+    for i in tl.static_range(len(channels)):
+        places = out + at[None, :] * HEAD_DIM + channels[i][:, None]
+        tl.store(places, values[i] * (unit / total)[None, :], mask=shown)

@@ -38,6 +38,7 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
     programs: int = PROGRAMS
+    registers: int | None = None
     widen: str = ""
 
 
@@ -255,6 +256,7 @@ def _attend(
             WIDEN=blocks.widen,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
+            maxnreg=blocks.registers,
         )
     return out, lse
 

@@ -147,8 +147,8 @@ def attend_splits(
 
     Splits below `raw_splits` read raw entries, and the others summaries; RAW and SUMMARIES say which there are. Writes
     out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's tokens.
-    `scale` is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none. Queries are
-    columns where WIDEN names how codes become float16.
+    `scale` is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none. Where WIDEN
+    names how codes become float16, queries are columns.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * 4
     head = tl.program_id(1)
@@ -158,15 +158,34 @@ def attend_splits(
     row = tl.load(tile).to(tl.int64)
     queries, numbers, real, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, LANES, BLOCK_M)
     lines, splits = (numbers, real), (split, num_splits)
+    KEYS: tl.constexpr = "convert" if WIDEN == "mixed" else WIDEN
+    VALUES: tl.constexpr = "bits" if WIDEN == "mixed" else WIDEN
     if RAW and (not SUMMARIES or split < raw_splits):
         table = page_table + row * table_width
         span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
         if WIDEN != "":
             attend_fp8(
-                q, queries, lines, span, kv, kv_scales, bias, scale, 0, splits, out, lse, HEAD_DIM, PAGE_SIZE, BLOCK_N, False, WIDEN
+                q,
+                queries,
+                lines,
+                span,
+                kv,
+                (kv_scales, bias, 0),
+                scale,
+                splits,
+                out,
+                lse,
+                HEAD_DIM,
+                PAGE_SIZE,
+                BLOCK_N,
+                False,
+                KEYS,
+                VALUES,
             )
         else:
-            parts = attend(queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False)
+            parts = attend(
+                queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False
+            )
             _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
     else:
         table, length = _line(summary_rows, summary_lens, summary_table, row, layer * num_lines, head, summary_width)
@@ -174,14 +193,43 @@ def attend_splits(
         heads: tl.constexpr = NUM_LAYERS * NUM_HEADS
         if INT4 > 0 and WIDEN != "":
             attend_int4_columns(
-                q, queries, lines, span, kv, scale, splits, out, lse, heads, HEAD_DIM, PAGE_SIZE, BLOCK_N, INT4, WIDEN
+                q,
+                queries,
+                lines,
+                span,
+                kv,
+                scale,
+                splits,
+                out,
+                lse,
+                heads,
+                HEAD_DIM,
+                PAGE_SIZE,
+                BLOCK_N,
+                INT4,
+                WIDEN != "plain",
             )
         elif INT4 > 0:
             parts = attend_int4(queries, span, kv, scale, heads, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
             _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
         elif WIDEN != "":
             attend_fp8(
-                q, queries, lines, span, kv, kv_scales, bias, scale, beta, splits, out, lse, HEAD_DIM, PAGE_SIZE, BLOCK_N, True, WIDEN
+                q,
+                queries,
+                lines,
+                span,
+                kv,
+                (kv_scales, bias, beta),
+                scale,
+                splits,
+                out,
+                lse,
+                HEAD_DIM,
+                PAGE_SIZE,
+                BLOCK_N,
+                True,
+                KEYS,
+                VALUES,
             )
         else:
             parts = attend(
