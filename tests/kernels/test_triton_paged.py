@@ -31,6 +31,12 @@ CASES = [
     (Case(1, 2, 24, 16, (Row(1, 33, (40,)), Row(1, 5)), beta=True, fp8=True), torch.float16, 0),
     (Case(2, 3, 12, 8, (Row(1, 30, (16, 0)), Row(2, 9, (8, 40)), Row(1, 9)), beta=True, int4=True), torch.float32, 0),
     (Case(1, 2, 74, 16, (Row(1, 40, (80,)),), int4=True), torch.float16, 0),
+    # Decode tiles, whose queries are columns: of two rows at least, next to two tokens of padding.
+    (Case(1, 3, 16, 8, (Row(1, 33, (40,)), Row(1, 5)), fp8=True), torch.float16, 1),
+    (Case(1, 9, 32, 64, (Row(1, 70), Row(0, 5), Row(2, 70), Row(0, 3)), window=33, fp8=True), torch.float16, 18),
+    (Case(1, 2, 16, 16, (Row(1, 40, (80,)), Row(1, 7)), beta=True, fp8=True, int4=True), torch.float16, 0),
+    (Case(1, 7, 128, 16, (Row(1, 40, (304,)), Row(1, 3)), beta=True, int4=True), torch.float16, 0),
+    (Case(1, 9, 76, 64, (Row(1, 40, (320,)), Row(2, 9), Row(0, 1)), int4=True), torch.float16, 0),
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
@@ -72,7 +78,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes what the compiler refuses: masks that are no booleans, casts between sizes."""
     pytest.importorskip("triton")
     kernels = run_alone({"TRITON_INTERPRET": "0"}, "compile").split()
-    assert kernels == ["store", "merge", "store", *["attend_splits"] * 5]
+    assert kernels == ["store", "merge", "store", *["attend_splits"] * 8]
 
 
 def compile_kernel(kernel: Any, types: str, ints: str, constants: dict[str, object]) -> None:
@@ -102,7 +108,7 @@ def compile_kernels() -> None:
     tile = {"GROUP": 3, "BLOCK_M": 16, "BLOCK_N": 32}
     ints = "k_stride v_stride num_tokens num_tiles num_rows layer"
     tables = "*i32 *i32 *i64 *i32 *i32 *fp32 *fp32 fp32"
-    more = "table_width num_lines summary_width layer window raw_splits num_splits beta"
+    more = "table_width num_lines summary_width layer window first_split raw_splits num_splits beta"
     compile_kernel(
         store, "*bf16 *bf16 *bf16 *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": False}
     )
@@ -115,13 +121,17 @@ def compile_kernels() -> None:
     compile_kernel(
         store, "*fp16 *fp16 *fp8e4nv *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": True}
     )
-    wide = {**sizes, **tile, "LANES": 64, "INT4": 0, "SUMMARIES": True}
+    wide = {**sizes, **tile, "LANES": 64, "INT4": 0, "RAW": True, "SUMMARIES": True, "WIDEN": ""}
     small = {**wide, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
     compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True})
     compile_kernel(attend_splits, f"*fp32 *fp32 *fp16 *fp32 {tables}", more, small)
     compile_kernel(attend_splits, f"*fp16 *fp8e4nv *fp16 *fp32 {tables}", more, small | {"FP8": True})
     compile_kernel(attend_splits, f"*bf16 *bf16 *fp16 *fp32 {tables}", more, {**wide, "FP8": False, "INT4": 1})
     compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True, "INT4": 1})
+    columns: dict[str, object] = {**wide, "BLOCK_M": 8, "FP8": True}
+    for widen, int4 in (("bits", 1), ("mixed", 0), ("convert", 0)):
+        columns |= {"WIDEN": widen, "INT4": int4}
+        compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, columns)
 
 
 if __name__ == "__main__":

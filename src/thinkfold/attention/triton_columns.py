@@ -15,12 +15,13 @@ import triton.language as tl
 
 
 @triton.jit
-def queries_of(q, queries, lines, channels, used, HEAD_DIM: tl.constexpr):
+def queries_of(lines, channels, used, HEAD_DIM: tl.constexpr):
     """Planes `[U, M]` of the queries of `lines` in float16 between -1 and 1, and what they were divided by.
 
-    `queries` are the same, `[M, LANES]`; `lines` their numbers and which exist; `channels` `[U]` those of each plane.
+    `lines` are all queries, those of the tile `[M, LANES]`, their numbers and which exist `[M]`; `channels` those of
+    each plane `[U]`.
     """
-    numbers, real = lines
+    q, queries, numbers, real = lines
     peak = tl.max(tl.max(tl.abs(queries.to(tl.float32)), 1), 0)
     peak = tl.where(peak > 0.0, peak, 1.0)
     planes = ()
@@ -100,11 +101,15 @@ def add_planes(sums, fade, planes, weights):
 
 
 @triton.jit
-def put_columns(values, unit, largest, sums, lines, splits, out, lse, channels, used, HEAD_DIM: tl.constexpr):
-    """Store what one of the `splits` came to: the weighted sums of `values` in `unit`, by plane, and their LSE."""
-    numbers, real = lines
+def put_columns(values, unit, largest, sums, lines, target, channels, used, HEAD_DIM: tl.constexpr):
+    """Store what a split came to: the weighted sums of `values` in `unit`, by plane, and their LSE.
+
+    `target` is the number of the split and that of all, and where out and LSE go.
+    """
+    _, _, numbers, real = lines
+    split, num_splits, out, lse = target
     total = tl.sum(sums, 0)
-    at = numbers * splits[1] + splits[0]
+    at = numbers * num_splits + split
     tl.store(lse + at, tl.where(total == 0, -float("inf"), largest + tl.log2(total)), mask=real)
     shown = used[:, None] & (real & (total != 0))[None, :]
     for i in tl.static_range(len(channels)):

@@ -62,9 +62,11 @@ def _blocks(numbers, unit, shift):
 
 
 @triton.jit
-def _beside(beside, blocks, first, limits, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SUMMARY: tl.constexpr):
+def _beside(
+    memory, with_bias, blocks, first, limits, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SUMMARY: tl.constexpr
+):
     """Scales of keys and of values, and β, of the entries of `blocks` from `first` on; 0 outside of `limits`."""
-    kv_scales, bias, with_bias = beside
+    _, kv_scales, bias = memory
     entries = first + tl.arange(0, BLOCK_N)
     valid = (entries >= limits[0]) & (entries < limits[1])
     starts, places = starts_of(blocks, PAGE_SIZE, PAGE_SIZE, BLOCK_N), places_of(first, PAGE_SIZE, BLOCK_N)
@@ -98,16 +100,12 @@ def _scaled(weights, scales, most):
 
 @triton.jit
 def attend_fp8(
-    q,
-    queries,
     lines,
     span,
-    kv,
-    beside,
+    memory,
     scale,
-    splits,
-    out,
-    lse,
+    with_bias,
+    target,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -115,40 +113,33 @@ def attend_fp8(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """`triton_softmax.attend` over `span` for the queries of `lines`, and its result stored; codes widen as named.
+    """`triton_softmax.attend` over `span` of `memory` (kv, scales, bias), its result stored; codes widen as named.
 
-    `beside` are scales, bias and whether there is one. Scales, and numbers of pages two tiles ahead, are loaded before
-    they are needed: Triton's pipeline does so for codes alone.
+    Scales, and numbers of pages two tiles ahead, are loaded before they are needed: Triton's pipeline does so for
+    codes alone.
     """
-    table, unit, shift, start, low, high = span[0], span[1], span[2], span[3], span[4], span[5]
+    table, unit, shift, start, low, high, _, _ = span
     PAIRS: tl.constexpr = HEAD_DIM // 2
     PAGES: tl.constexpr = triton.cdiv(BLOCK_N, PAGE_SIZE)
     U: tl.constexpr = max(16, triton.next_power_of_2(PAIRS))
     pairs = tl.arange(0, U)
     used, channels = pairs < PAIRS, (2 * pairs, 2 * pairs + 1)
-    queries, peak = queries_of(q, queries, lines, channels, used, HEAD_DIM)
+    queries, peak = queries_of(lines, channels, used, HEAD_DIM)
     factor = scale * peak * (1.0 if KEYS == "convert" else 256.0)
-    codes = kv.to(tl.pointer_type(tl.uint16), bitcast=True)
+    codes = memory[0].to(tl.pointer_type(tl.uint16), bitcast=True)
     M: tl.constexpr = queries[0].shape[1]
-    largest, sums, values, most = (
-        tl.full((M,), -float("inf"), tl.float32),
-        tl.zeros((BLOCK_N, M), tl.float32),
-        empty_sums(2, U, M),
-        0.0,
-    )
+    largest, most = tl.full((M,), -float("inf"), tl.float32), 0.0
+    sums, values = tl.zeros((BLOCK_N, M), tl.float32), empty_sums(2, U, M)
     blocks = _blocks(numbers_at(table, low, start, high, PAGE_SIZE, PAGES), unit, shift)
     numbers = numbers_at(table, low + BLOCK_N, start, high, PAGE_SIZE, PAGES)
-    ahead = _beside(beside, blocks, low, (start, high), PAGE_SIZE, BLOCK_N, SUMMARY)
+    ahead = _beside(memory, with_bias, blocks, low, (start, high), PAGE_SIZE, BLOCK_N, SUMMARY)
     for first in range(low, high, BLOCK_N):
-        at = (
-            codes
-            + starts_of(blocks, 2 * PAGE_SIZE * PAIRS, PAGE_SIZE, BLOCK_N)
-            + places_of(first, PAGE_SIZE, BLOCK_N) * PAIRS
-        )
+        at = codes + starts_of(blocks, 2 * PAGE_SIZE * PAIRS, PAGE_SIZE, BLOCK_N)
+        at += places_of(first, PAGE_SIZE, BLOCK_N) * PAIRS
         k_scales, v_scales, beta = ahead
         blocks = _blocks(numbers, unit, shift)
         numbers = numbers_at(table, first + 2 * BLOCK_N, start, high, PAGE_SIZE, PAGES)
-        ahead = _beside(beside, blocks, first + BLOCK_N, (start, high), PAGE_SIZE, BLOCK_N, SUMMARY)
+        ahead = _beside(memory, with_bias, blocks, first + BLOCK_N, (start, high), PAGE_SIZE, BLOCK_N, SUMMARY)
         loaded = tl.load(at[:, None] + pairs[None, :], mask=used[None, :], other=0)
         scores = products(_planes(loaded, KEYS), queries) * (k_scales.to(tl.float32) * factor)[:, None]
         shown, visible = _visible(first + tl.arange(0, BLOCK_N), beta, span, SUMMARY)
@@ -161,4 +152,4 @@ def attend_fp8(
         loaded = tl.load((at + PAGE_SIZE * PAIRS)[None, :] + pairs[:, None], mask=known, other=0)
         values = add_planes(values, fade * more, _planes(loaded, VALUES), weights)
     unit_of = most * (1.0 if VALUES == "convert" else 256.0)
-    put_columns(values, unit_of, largest, sums, lines, splits, out, lse, channels, used, HEAD_DIM)
+    put_columns(values, unit_of, largest, sums, lines, target, channels, used, HEAD_DIM)

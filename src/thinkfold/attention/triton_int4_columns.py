@@ -46,12 +46,22 @@ def _planes(codes, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _starts(numbers, PER_PAGE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the blocks `numbers` begin, in halves."""
+def _starts(
+    numbers,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Where the blocks `numbers` begin, in halves; a number of the memory has `BITS`."""
+    SCALES: tl.constexpr = 2 * HEAD_DIM + 2 * PAGE_SIZE * GROUPS
+    BLOCK: tl.constexpr = (PAGE_SIZE * HEAD_DIM // 2 + SCALES + PAGE_SIZE + 7) // 8 * 8
+    PAGE: tl.constexpr = HEADS * PAGE_SIZE * HEAD_DIM * BITS // 8
     starts = ()
     for i in tl.static_range(len(numbers)):
         number = numbers[i].to(tl.uint32)
-        starts += ((number // PER_PAGE).to(tl.int64) * PAGE + number % PER_PAGE * BLOCK,)
+        starts += ((number // (PAGE // BLOCK)).to(tl.int64) * PAGE + number % (PAGE // BLOCK) * BLOCK,)
     return starts
 
 
@@ -110,15 +120,11 @@ def _values(codes, even, odd, shown, PACKED: tl.constexpr):
 
 @triton.jit
 def attend_int4_columns(
-    q,
-    queries,
     lines,
     span,
     kv,
     scale,
-    splits,
-    out,
-    lse,
+    target,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -135,32 +141,24 @@ def attend_int4_columns(
     PAGES: tl.constexpr = BLOCK_N // N
     PAIRS: tl.constexpr = HEAD_DIM // 4
     U: tl.constexpr = max(16, triton.next_power_of_2(PAIRS))
-    # In halves, as all that follows.
-    KEYS: tl.constexpr = PAGE_SIZE * HEAD_DIM // 2
-    BETAS: tl.constexpr = KEYS + 2 * HEAD_DIM + 2 * PAGE_SIZE * GROUPS
-    BLOCK: tl.constexpr = (BETAS + PAGE_SIZE + 7) // 8 * 8
-    PAGE: tl.constexpr = HEADS * PAGE_SIZE * HEAD_DIM * kv.dtype.element_ty.primitive_bitwidth // 8
-    PER_PAGE: tl.constexpr = PAGE // BLOCK
+    BITS: tl.constexpr = kv.dtype.element_ty.primitive_bitwidth
     pairs = tl.arange(0, U)
     used = pairs < PAIRS
     channels = 2 * pairs, 2 * pairs + HEAD_DIM // 2, 2 * pairs + 1, 2 * pairs + 1 + HEAD_DIM // 2
-    queries, peak = queries_of(q, queries, lines, channels, used, HEAD_DIM)
+    queries, peak = queries_of(lines, channels, used, HEAD_DIM)
     codes = kv.to(tl.pointer_type(tl.uint16), bitcast=True)
-    scales = kv.to(tl.pointer_type(tl.float16), bitcast=True) + KEYS
+    scales = kv.to(tl.pointer_type(tl.float16), bitcast=True) + PAGE_SIZE * PAIRS * 2
     M: tl.constexpr = queries[0].shape[1]
-    largest, sums, values = (
-        tl.full((M,), -float("inf"), tl.float32),
-        tl.zeros((BLOCK_N, M), tl.float32),
-        empty_sums(4, U, M),
-    )
-    starts = _starts(numbers_at(table, low, low, high, PAGE_SIZE, PAGES), PER_PAGE, PAGE, BLOCK)
+    largest = tl.full((M,), -float("inf"), tl.float32)
+    sums, values = tl.zeros((BLOCK_N, M), tl.float32), empty_sums(4, U, M)
+    starts = _starts(numbers_at(table, low, low, high, PAGE_SIZE, PAGES), HEADS, HEAD_DIM, PAGE_SIZE, GROUPS, BITS)
     numbers = numbers_at(table, low + BLOCK_N, low, high, PAGE_SIZE, PAGES)
     k_ahead = _of_keys(scales, starts, channels, used, HEAD_DIM)
     v_ahead = _of_entries(scales + 2 * HEAD_DIM, starts, low, high, PAGE_SIZE, BLOCK_N, GROUPS)
     for first in range(low, high, BLOCK_N):
         at, here, k_scales = codes + starts_of(starts, 1, PAGE_SIZE, BLOCK_N), starts, k_ahead
         even, odd, beta = v_ahead
-        starts = _starts(numbers, PER_PAGE, PAGE, BLOCK)
+        starts = _starts(numbers, HEADS, HEAD_DIM, PAGE_SIZE, GROUPS, BITS)
         numbers = numbers_at(table, first + 2 * BLOCK_N, low, high, PAGE_SIZE, PAGES)
         k_ahead = _of_keys(scales, starts, channels, used, HEAD_DIM)
         v_ahead = _of_entries(scales + 2 * HEAD_DIM, starts, first + BLOCK_N, high, PAGE_SIZE, BLOCK_N, GROUPS)
@@ -173,8 +171,8 @@ def attend_int4_columns(
         scores = scores * (scale * peak) + (bias * _LOG2_E)[:, None]
         scores = tl.where((bias != -float("inf"))[:, None], scores, -float("inf"))
         weights, largest, sums, fade = column_step(scores, largest, sums)
-        at += KEYS // 2 + places_of(first, PAGE_SIZE, BLOCK_N) * PAIRS
+        at += (PAGE_SIZE + places_of(first, PAGE_SIZE, BLOCK_N)) * PAIRS
         loaded = tl.load(at[None, :] + pairs[:, None], mask=used[:, None], other=0)
         planes = _values(loaded, even, odd, beta != -float("inf"), PACKED)
         values = add_planes(values, fade, planes, weights.to(tl.float16))
-    put_columns(values, 1.0, largest, sums, lines, splits, out, lse, channels, used, HEAD_DIM)
+    put_columns(values, 1.0, largest, sums, lines, target, channels, used, HEAD_DIM)

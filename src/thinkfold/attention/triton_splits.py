@@ -43,7 +43,7 @@ def _queries(
     LANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """The tile's queries `[M, D]`, their numbers token * Hq + head `[M]`, which exist, and what each sees."""
+    """The tile's lines: all queries, its own `[M, D]`, their numbers token * Hq + head, if they exist. What each sees."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
     lines = tl.arange(0, BLOCK_M)
     token, lane = lines // padded, lines % padded
@@ -52,7 +52,7 @@ def _queries(
     dims = tl.arange(0, LANES)
     shown = real[:, None] & (dims[None, :] < HEAD_DIM)
     rows = tl.load(q + number[:, None] * HEAD_DIM + dims[None, :], mask=shown, other=0.0)
-    return rows, number, real, tl.load(tiles + 3) + token
+    return (q, rows, number, real), tl.load(tiles + 3) + token
 
 
 @triton.jit
@@ -93,14 +93,53 @@ def _summary(table, length, seen, part, parts, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
-    """Store what one split came to for the queries that are `real`; LANES is HEAD_DIM as `tl.dot` takes it."""
+def _put(parts, lines, target, HEAD_DIM: tl.constexpr, LANES: tl.constexpr):
+    """Store what one split came to for the queries that are real; LANES is HEAD_DIM as `tl.dot` takes it."""
     largest, total, acc = parts
+    _, _, numbers, real = lines
+    split, num_splits, out, lse = target
     at = numbers * num_splits + split
     tl.store(lse + at, tl.where(total == 0, -float("inf"), largest + tl.log2(total)), mask=real)
     dims = tl.arange(0, LANES)
     shown = (real & (total != 0))[:, None] & (dims[None, :] < HEAD_DIM)
     tl.store(out + at[:, None] * HEAD_DIM + dims[None, :], acc / total[:, None], mask=shown)
+
+
+@triton.jit
+def _attend(
+    lines,
+    span,
+    memory,
+    scale,
+    beta,
+    target,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+    INT4: tl.constexpr,
+    SUMMARY: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Choose the loop over `span` of `memory` (kv, scales, bias), and store what it comes to."""
+    kv, kv_scales, bias = memory
+    if INT4 > 0 and WIDEN != "":
+        PACKED: tl.constexpr = WIDEN != "plain"
+        attend_int4_columns(lines, span, kv, scale, target, HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, INT4, PACKED)
+    elif INT4 > 0:
+        parts = attend_int4(lines[1], span, kv, scale, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
+        _put(parts, lines, target, HEAD_DIM, LANES)
+    elif WIDEN != "":
+        KEYS: tl.constexpr = "convert" if WIDEN == "mixed" else WIDEN
+        VALUES: tl.constexpr = "bits" if WIDEN == "mixed" else WIDEN
+        attend_fp8(lines, span, memory, scale, beta, target, HEAD_DIM, PAGE_SIZE, BLOCK_N, SUMMARY, KEYS, VALUES)
+    else:
+        parts = attend(
+            lines[1], span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, SUMMARY
+        )
+        _put(parts, lines, target, HEAD_DIM, LANES)
 
 
 @triton.jit(
@@ -145,94 +184,25 @@ def attend_splits(
 ):
     """Tile, KV head and split of the grid `[tiles, Hkv, splits]`, whose first split is number `first_split`.
 
-    Splits below `raw_splits` read raw entries, and the others summaries; RAW and SUMMARIES say which there are. Writes
-    out `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's tokens.
-    `scale` is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none. Where WIDEN
-    names how codes become float16, queries are columns.
+    Those below `raw_splits` read raw entries, others summaries; RAW and SUMMARIES tell which there are. Writes out
+    `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's tokens. `scale`
+    is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none. Where WIDEN names
+    how codes become float16, queries are columns.
     """
-    tile = tiles + tl.program_id(0).to(tl.int64) * 4
-    head = tl.program_id(1)
-    split = tl.program_id(2) + first_split
+    tile, head, split = tiles + tl.program_id(0).to(tl.int64) * 4, tl.program_id(1), tl.program_id(2) + first_split
     if tl.load(tile + 2) == 0:
         return
     row = tl.load(tile).to(tl.int64)
-    queries, numbers, real, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, LANES, BLOCK_M)
-    lines, splits = (numbers, real), (split, num_splits)
-    KEYS: tl.constexpr = "convert" if WIDEN == "mixed" else WIDEN
-    VALUES: tl.constexpr = "bits" if WIDEN == "mixed" else WIDEN
+    lines, seen = _queries(q, tile, head, NUM_HEADS, GROUP, HEAD_DIM, LANES, BLOCK_M)
+    memory, target = (kv, kv_scales, bias), (split, num_splits, out, lse)
+    HEADS: tl.constexpr = NUM_LAYERS * NUM_HEADS
     if RAW and (not SUMMARIES or split < raw_splits):
         table = page_table + row * table_width
         span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
-        if WIDEN != "":
-            attend_fp8(
-                q,
-                queries,
-                lines,
-                span,
-                kv,
-                (kv_scales, bias, 0),
-                scale,
-                splits,
-                out,
-                lse,
-                HEAD_DIM,
-                PAGE_SIZE,
-                BLOCK_N,
-                False,
-                KEYS,
-                VALUES,
-            )
-        else:
-            parts = attend(
-                queries, span, kv, kv_scales, bias, scale, 0, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, False
-            )
-            _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
+        _attend(lines, span, memory, scale, 0, target, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, 0, False, WIDEN)
     else:
         table, length = _line(summary_rows, summary_lens, summary_table, row, layer * num_lines, head, summary_width)
         span = _summary(table, length, seen, split - raw_splits, num_splits - raw_splits, BLOCK_N)
-        heads: tl.constexpr = NUM_LAYERS * NUM_HEADS
-        if INT4 > 0 and WIDEN != "":
-            attend_int4_columns(
-                q,
-                queries,
-                lines,
-                span,
-                kv,
-                scale,
-                splits,
-                out,
-                lse,
-                heads,
-                HEAD_DIM,
-                PAGE_SIZE,
-                BLOCK_N,
-                INT4,
-                WIDEN != "plain",
-            )
-        elif INT4 > 0:
-            parts = attend_int4(queries, span, kv, scale, heads, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
-            _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
-        elif WIDEN != "":
-            attend_fp8(
-                q,
-                queries,
-                lines,
-                span,
-                kv,
-                (kv_scales, bias, beta),
-                scale,
-                splits,
-                out,
-                lse,
-                HEAD_DIM,
-                PAGE_SIZE,
-                BLOCK_N,
-                True,
-                KEYS,
-                VALUES,
-            )
-        else:
-            parts = attend(
-                queries, span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, True
-            )
-            _put(parts, numbers, real, split, num_splits, out, lse, HEAD_DIM, LANES)
+        _attend(
+            lines, span, memory, scale, beta, target, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, INT4, True, WIDEN
+        )
