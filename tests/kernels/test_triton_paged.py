@@ -121,11 +121,11 @@ def compile_kernels() -> None:
     compile_kernel(
         store, "*fp16 *fp16 *fp8e4nv *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": True}
     )
-    wide = {**sizes, **tile, "LANES": 64, "INT4": 0, "RAW": True, "SUMMARIES": True, "WIDEN": ""}
+    wide: dict[str, object] = {**sizes, **tile, "LANES": 64, "INT4": 0, "RAW": True, "SUMMARIES": True, "WIDEN": ""}
     small = {**wide, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
     compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True})
     compile_kernel(attend_splits, f"*fp32 *fp32 *fp16 *fp32 {tables}", more, small)
-    compile_kernel(attend_splits, f"*fp16 *fp8e4nv *fp16 *fp32 {tables}", more, small | {"FP8": True})
+    compile_kernel(attend_splits, f"*fp16 *fp8e4nv *fp16 *fp32 {tables}", more, {**small, "FP8": True})
     compile_kernel(attend_splits, f"*bf16 *bf16 *fp16 *fp32 {tables}", more, {**wide, "FP8": False, "INT4": 1})
     compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True, "INT4": 1})
     columns: dict[str, object] = {**wide, "BLOCK_M": 8, "FP8": True}

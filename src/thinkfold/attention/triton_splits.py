@@ -43,7 +43,7 @@ def _queries(
     LANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """The tile's lines: all queries, its own `[M, D]`, their numbers token * Hq + head, if they exist. What each sees."""
+    """The tile's lines (all queries, its own `[M, D]`, numbers token * Hq + head, which exist), and what each sees."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
     lines = tl.arange(0, BLOCK_M)
     token, lane = lines // padded, lines % padded
@@ -131,10 +131,10 @@ def _attend(
     elif INT4 > 0:
         parts = attend_int4(lines[1], span, kv, scale, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
         _put(parts, lines, target, HEAD_DIM, LANES)
+    elif WIDEN == "mixed":
+        attend_fp8(lines, span, memory, scale, beta, target, HEAD_DIM, PAGE_SIZE, BLOCK_N, SUMMARY, "convert", "bits")
     elif WIDEN != "":
-        KEYS: tl.constexpr = "convert" if WIDEN == "mixed" else WIDEN
-        VALUES: tl.constexpr = "bits" if WIDEN == "mixed" else WIDEN
-        attend_fp8(lines, span, memory, scale, beta, target, HEAD_DIM, PAGE_SIZE, BLOCK_N, SUMMARY, KEYS, VALUES)
+        attend_fp8(lines, span, memory, scale, beta, target, HEAD_DIM, PAGE_SIZE, BLOCK_N, SUMMARY, WIDEN, WIDEN)
     else:
         parts = attend(
             lines[1], span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, SUMMARY
