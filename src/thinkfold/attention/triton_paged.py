@@ -1,5 +1,7 @@
 """The Triton body of the attention API: three launches a layer, and no wait for the device.
 
+A fourth one is needed where raw entries and summaries want programs of different sizes.
+
 It decides tiles and splits from shapes alone; lengths, tables and lines are read on the device. The
 kernels are `triton_store`, `triton_splits` and `triton_merge`.
 """
@@ -42,7 +44,9 @@ class Blocks(NamedTuple):
     widen: str = ""
 
 
-COLUMNS = Blocks(lines=8, entries=32, warps=1, stages=3, programs=1536, widen="mixed")
+# Where queries of a decode step are columns. One program's single warp fills a twelfth of a multiprocessor.
+FP8_COLUMNS = Blocks(lines=8, entries=32, warps=1, stages=3, programs=1536, widen="mixed")
+INT4_COLUMNS = Blocks(lines=8, entries=32, warps=1, stages=3, programs=1536, widen="bits")
 
 
 class Shapes(NamedTuple):
@@ -81,8 +85,9 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Write, then attend; see `thinkfold.attention.ops.paged_attention` for shapes and meaning.
 
-    Scores and sums are fp32; weights are rounded to the dtype of q (to bfloat16 for an fp8 kv and a
-    float16 q) before they meet the values. `int4`: summaries lie in the blocks of `attention.int4`.
+    Scores and sums are fp32; weights are rounded to the dtype of q before they meet the values (in tiles of decode
+    over fp8 or int4 to float16, in others over fp8 with a float16 q to bfloat16). `int4`: summaries lie in the blocks
+    of `attention.int4`.
     Raises ValueError for a dtype that it has no kernel for.
     """
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -116,11 +121,13 @@ def _shapes(
     num_heads, page_size, head_dim = kv.shape[2], kv.shape[4], kv.shape[5]
     num_tokens, num_rows = q.shape[0], page_table.shape[0]
     group = _power_of_2(q.shape[1] // num_heads)
-    raw = summary = _blocks(q.dtype, _power_of_2(head_dim), group, decode=num_tokens <= 2 * num_rows)
-    if num_tokens <= 2 * num_rows and q.dtype != torch.float32:
-        columns = COLUMNS._replace(lines=max(COLUMNS.lines, group), widen=COLUMNS.widen if q.is_cuda else "plain")
-        raw = columns if kv.dtype == FP8 and head_dim % 2 == 0 else raw
-        summary = (columns if _fits_int4(page_size, head_dim) else summary) if int4 else raw
+    decode = num_tokens <= 2 * num_rows
+    lined = raw = summary = _blocks(q.dtype, _power_of_2(head_dim), group, decode=decode)
+    if decode and q.dtype != torch.float32:
+        if kv.dtype == FP8 and head_dim % 2 == 0:
+            raw = summary = _columns(FP8_COLUMNS, group, q.is_cuda)
+        if int4:
+            summary = _columns(INT4_COLUMNS, group, q.is_cuda) if _fits_int4(page_size, head_dim) else lined
     tokens = min(raw.lines, summary.lines) // group
     tiles = (num_tokens + num_rows * (tokens - 1)) // tokens
     entries = page_table.shape[1] * page_size
@@ -134,6 +141,11 @@ def _shapes(
 
 def _splits(programs: int, tiles: int, entries: int, most: int) -> int:
     return max(1, min(-(-programs // tiles), -(-entries // MIN_SPLIT), most))
+
+
+def _columns(blocks: Blocks, group: int, compiled: bool) -> Blocks:
+    """`blocks` for `group` queries; the interpreter knows no inline assembly."""
+    return blocks._replace(lines=max(blocks.lines, group), widen=blocks.widen if compiled else "plain")
 
 
 def _fits_int4(page_size: int, head_dim: int) -> bool:
