@@ -78,7 +78,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes what the compiler refuses: masks that are no booleans, casts between sizes."""
     pytest.importorskip("triton")
     kernels = run_alone({"TRITON_INTERPRET": "0"}, "compile").split()
-    assert kernels == ["store", "merge", "store", *["attend_splits"] * 8]
+    assert kernels == ["store", "merge", "store", *["attend_splits"] * 7]
 
 
 def compile_kernel(kernel: Any, types: str, ints: str, constants: dict[str, object]) -> None:
@@ -121,17 +121,17 @@ def compile_kernels() -> None:
     compile_kernel(
         store, "*fp16 *fp16 *fp8e4nv *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": True}
     )
-    wide: dict[str, object] = {**sizes, **tile, "LANES": 64, "INT4": 0, "RAW": True, "SUMMARIES": True, "WIDEN": ""}
+    wide: dict[str, object] = {**sizes, **tile, "LANES": 64, "INT4": 0, "RAW": True, "SUMMARIES": True}
+    wide["COLUMNS"] = 0
     small = {**wide, "HEAD_DIM": 8, "LANES": 16, "FP8": False}
     compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True})
     compile_kernel(attend_splits, f"*fp32 *fp32 *fp16 *fp32 {tables}", more, small)
     compile_kernel(attend_splits, f"*fp16 *fp8e4nv *fp16 *fp32 {tables}", more, {**small, "FP8": True})
     compile_kernel(attend_splits, f"*bf16 *bf16 *fp16 *fp32 {tables}", more, {**wide, "FP8": False, "INT4": 1})
     compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**wide, "FP8": True, "INT4": 1})
-    columns: dict[str, object] = {**wide, "BLOCK_M": 8, "FP8": True}
-    for widen, int4 in (("bits", 1), ("mixed", 0), ("convert", 0)):
-        columns |= {"WIDEN": widen, "INT4": int4}
-        compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, columns)
+    columns: dict[str, object] = {**wide, "BLOCK_M": 8, "FP8": True, "COLUMNS": 2}
+    compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, columns)
+    compile_kernel(attend_splits, f"*bf16 *fp8e4nv *fp16 *fp32 {tables}", more, {**columns, "INT4": 1})
 
 
 if __name__ == "__main__":

@@ -23,20 +23,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _planes(codes, WIDEN: tl.constexpr):
-    """Low and high bytes of `codes` as float16: converted, or over 256, their bits moved to the places of float16's."""
-    if WIDEN == "convert":
-        return tl.inline_asm_elementwise(
-            """{.reg .b32 t; .reg .b16 a, b;
-            prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
-            cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}""",
-            "=&r,=&r,r",
-            [codes],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    if WIDEN == "bits":
+def _planes(codes, PACKED: tl.constexpr):
+    """Low and high bytes of `codes` over 256, as float16: their bits are moved to the places of float16's."""
+    if PACKED:
         return tl.inline_asm_elementwise(
             """{.reg .b32 t, u;
             shr.b32 t, $2, 1; and.b32 t, t, 0x3f803f80; lop3.b32 $1, $2, 0x80008000, t, 0xea;
@@ -110,10 +99,9 @@ def attend_fp8(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SUMMARY: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """`triton_softmax.attend` over `span` of `memory` (kv, scales, bias), its result stored; codes widen as named.
+    """`triton_softmax.attend` over `span` of `memory` (kv, scales, bias), its result stored.
 
     Scales, and numbers of pages two tiles ahead, are loaded before they are needed: Triton's pipeline does so for
     codes alone.
@@ -125,7 +113,7 @@ def attend_fp8(
     pairs = tl.arange(0, U)
     used, channels = pairs < PAIRS, (2 * pairs, 2 * pairs + 1)
     queries, peak = queries_of(lines, channels, used, HEAD_DIM)
-    factor = scale * peak * (1.0 if KEYS == "convert" else 256.0)
+    factor = scale * peak * 256.0
     codes = memory[0].to(tl.pointer_type(tl.uint16), bitcast=True)
     M: tl.constexpr = queries[0].shape[1]
     largest, most = tl.full((M,), -float("inf"), tl.float32), 0.0
@@ -141,15 +129,12 @@ def attend_fp8(
         numbers = numbers_at(table, first + 2 * BLOCK_N, start, high, PAGE_SIZE, PAGES)
         ahead = _beside(memory, with_bias, blocks, first + BLOCK_N, (start, high), PAGE_SIZE, BLOCK_N, SUMMARY)
         loaded = tl.load(at[:, None] + pairs[None, :], mask=used[None, :], other=0)
-        scores = products(_planes(loaded, KEYS), queries) * (k_scales.to(tl.float32) * factor)[:, None]
+        scores = products(_planes(loaded, PACKED), queries) * (k_scales.to(tl.float32) * factor)[:, None]
         shown, visible = _visible(first + tl.arange(0, BLOCK_N), beta, span, SUMMARY)
         if SUMMARY:
             scores += (beta * _LOG2_E)[:, None]
         weights, largest, sums, fade = column_step(tl.where(visible, scores, -float("inf")), largest, sums)
         weights, most, more = _scaled(weights, tl.where(shown, v_scales.to(tl.float32), 0.0), most)
-        # Memory outside of `[start, high)` may hold NaN, which only a conversion takes for one.
-        known = used[:, None] & shown[None, :] if VALUES == "convert" else used[:, None]
-        loaded = tl.load((at + PAGE_SIZE * PAIRS)[None, :] + pairs[:, None], mask=known, other=0)
-        values = add_planes(values, fade * more, _planes(loaded, VALUES), weights)
-    unit_of = most * (1.0 if VALUES == "convert" else 256.0)
-    put_columns(values, unit_of, largest, sums, lines, target, channels, used, HEAD_DIM)
+        loaded = tl.load((at + PAGE_SIZE * PAIRS)[None, :] + pairs[:, None], mask=used[:, None], other=0)
+        values = add_planes(values, fade * more, _planes(loaded, PACKED), weights)
+    put_columns(values, most * 256.0, largest, sums, lines, target, channels, used, HEAD_DIM)

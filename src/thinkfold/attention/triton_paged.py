@@ -32,7 +32,7 @@ LEAST_DOT = 16  # `tl.dot` takes no smaller dimension
 class Blocks(NamedTuple):
     """Sizes of one program of `attend_splits`: lines of queries, entries a step, warps and pipeline stages.
 
-    `widen` says how codes become float16 where queries are columns (`triton_columns`), and is empty where they are not.
+    With `columns` lines are columns (`triton_columns`).
     """
 
     lines: int
@@ -41,12 +41,12 @@ class Blocks(NamedTuple):
     stages: int
     programs: int = PROGRAMS
     registers: int | None = None
-    widen: str = ""
+    columns: bool = False
 
 
 # Where queries of a decode step are columns. One program's single warp fills a twelfth of a multiprocessor.
-FP8_COLUMNS = Blocks(lines=8, entries=32, warps=1, stages=3, programs=1536, widen="mixed")
-INT4_COLUMNS = Blocks(lines=8, entries=32, warps=1, stages=3, programs=1536, widen="bits")
+FP8_COLUMNS = Blocks(lines=8, entries=32, warps=1, stages=3, programs=1024, columns=True)
+INT4_COLUMNS = FP8_COLUMNS._replace(registers=255)
 
 
 class Shapes(NamedTuple):
@@ -125,9 +125,9 @@ def _shapes(
     lined = raw = summary = _blocks(q.dtype, _power_of_2(head_dim), group, decode=decode)
     if decode and q.dtype != torch.float32:
         if kv.dtype == FP8 and head_dim % 2 == 0:
-            raw = summary = _columns(FP8_COLUMNS, group, q.is_cuda)
+            raw = summary = _columns(FP8_COLUMNS, group)
         if int4:
-            summary = _columns(INT4_COLUMNS, group, q.is_cuda) if _fits_int4(page_size, head_dim) else lined
+            summary = _columns(INT4_COLUMNS, group) if _fits_int4(page_size, head_dim) else lined
     tokens = min(raw.lines, summary.lines) // group
     tiles = (num_tokens + num_rows * (tokens - 1)) // tokens
     entries = page_table.shape[1] * page_size
@@ -143,9 +143,9 @@ def _splits(programs: int, tiles: int, entries: int, most: int) -> int:
     return max(1, min(-(-programs // tiles), -(-entries // MIN_SPLIT), most))
 
 
-def _columns(blocks: Blocks, group: int, compiled: bool) -> Blocks:
-    """`blocks` for `group` queries; the interpreter knows no inline assembly."""
-    return blocks._replace(lines=max(blocks.lines, group), widen=blocks.widen if compiled else "plain")
+def _columns(blocks: Blocks, group: int) -> Blocks:
+    """`blocks` for `group` queries."""
+    return blocks._replace(lines=max(blocks.lines, group))
 
 
 def _fits_int4(page_size: int, head_dim: int) -> bool:
@@ -265,7 +265,7 @@ def _attend(
             INT4=Layout(page_size, head_dim).groups if int4 else 0,
             RAW=first == 0,
             SUMMARIES=last > 0 if not apart else first > 0,
-            WIDEN=blocks.widen,
+            COLUMNS=blocks.columns * (1 + q.is_cuda),  # the interpreter knows no inline assembly
             num_warps=blocks.warps,
             num_stages=blocks.stages,
             maxnreg=blocks.registers,

@@ -121,20 +121,18 @@ def _attend(
     FP8: tl.constexpr,
     INT4: tl.constexpr,
     SUMMARY: tl.constexpr,
-    WIDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Choose the loop over `span` of `memory` (kv, scales, bias), and store what it comes to."""
     kv, kv_scales, bias = memory
-    if INT4 > 0 and WIDEN != "":
-        PACKED: tl.constexpr = WIDEN != "plain"
+    PACKED: tl.constexpr = COLUMNS > 1
+    if INT4 > 0 and COLUMNS > 0:
         attend_int4_columns(lines, span, kv, scale, target, HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, INT4, PACKED)
     elif INT4 > 0:
         parts = attend_int4(lines[1], span, kv, scale, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, INT4)
         _put(parts, lines, target, HEAD_DIM, LANES)
-    elif WIDEN == "mixed":
-        attend_fp8(lines, span, memory, scale, beta, target, HEAD_DIM, PAGE_SIZE, BLOCK_N, SUMMARY, "convert", "bits")
-    elif WIDEN != "":
-        attend_fp8(lines, span, memory, scale, beta, target, HEAD_DIM, PAGE_SIZE, BLOCK_N, SUMMARY, WIDEN, WIDEN)
+    elif COLUMNS > 0:
+        attend_fp8(lines, span, memory, scale, beta, target, HEAD_DIM, PAGE_SIZE, BLOCK_N, SUMMARY, PACKED)
     else:
         parts = attend(
             lines[1], span, kv, kv_scales, bias, scale, beta, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, SUMMARY
@@ -180,14 +178,14 @@ def attend_splits(
     INT4: tl.constexpr,
     RAW: tl.constexpr,
     SUMMARIES: tl.constexpr,
-    WIDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Tile, KV head and split of the grid `[tiles, Hkv, splits]`, whose first split is number `first_split`.
 
     Those below `raw_splits` read raw entries, others summaries; RAW and SUMMARIES tell which there are. Writes out
     `[T, Hq, splits, D]` and lse `[T, Hq, splits]` (base 2; -inf where out is not written) of the tile's tokens. `scale`
-    is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none. Where WIDEN names
-    how codes become float16, queries are columns.
+    is to base 2; `window`, `beta` (is there a `bias`) and `INT4` (groups of a value) are 0 for none. With COLUMNS
+    queries are columns (`triton_columns`); 2 widens codes by instructions of a GPU.
     """
     tile, head, split = tiles + tl.program_id(0).to(tl.int64) * 4, tl.program_id(1), tl.program_id(2) + first_split
     if tl.load(tile + 2) == 0:
@@ -199,10 +197,10 @@ def attend_splits(
     if RAW and (not SUMMARIES or split < raw_splits):
         table = page_table + row * table_width
         span = _raw(table, tile, seen, window, split, raw_splits, layer, head, NUM_LAYERS, NUM_HEADS, BLOCK_N)
-        _attend(lines, span, memory, scale, 0, target, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, 0, False, WIDEN)
+        _attend(lines, span, memory, scale, 0, target, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, 0, 0, COLUMNS)
     else:
         table, length = _line(summary_rows, summary_lens, summary_table, row, layer * num_lines, head, summary_width)
         span = _summary(table, length, seen, split - raw_splits, num_splits - raw_splits, BLOCK_N)
         _attend(
-            lines, span, memory, scale, beta, target, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, INT4, True, WIDEN
+            lines, span, memory, scale, beta, target, HEADS, HEAD_DIM, LANES, PAGE_SIZE, BLOCK_N, FP8, INT4, 1, COLUMNS
         )
