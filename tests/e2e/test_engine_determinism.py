@@ -8,6 +8,8 @@ from tests.small_pebble import PAGE_BYTES, small_pebble
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
+from thinkfold.runner import loader
+from thinkfold.runner.invariance import invariant_tile
 from thinkfold.types import SamplingParams, ThinkingParams
 
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
@@ -50,6 +52,8 @@ async def test_alone_equals_a_busy_batch_bit_by_bit(alone):
 async def test_it_holds_for_the_shipped_weights_too():
     """They are read in 16 bits, which random ones are not."""
     shipped = config(model="pebble", load_format="auto", enable_prefix_caching=False)
+    if invariant_tile(loader.load(shipped).model) is None:
+        pytest.skip("matrix products in 16 bits change with the batch on this machine")
     (one_by_one, _), (busy, _) = await answers(shipped, together=False), await answers(shipped, together=True)
     assert busy == one_by_one
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.near import assert_same_top
 from tests.unit.thread_ranks import build_with_threads, checkpoint, load_alone
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
@@ -95,7 +96,7 @@ async def same(one, many, *, error=2e-4, **sampling):
             assert mine.token_ids == theirs.token_ids
             for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
                 assert a.logprob == pytest.approx(b.logprob, abs=error)
-                assert [i for i, _ in a.top] == [i for i, _ in b.top]
+                assert_same_top(a.top, b.top, error)
             spans = [[(f.start, f.end, f.entries, f.refused) for f in o.folds] for o in (mine, theirs)]
             assert spans[0] == spans[1]
             for a, b in zip(mine.folds, theirs.folds, strict=True):

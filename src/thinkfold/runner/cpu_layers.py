@@ -18,10 +18,10 @@ class PackedLinear(nn.Module):
     """`x @ weight.T + bias` with the weight packed once; the plain weight is not kept.
 
     Packing in every call costs more than the product of a few rows, and with a packed weight a
-    row's bits do not depend on how many rows are multiplied with it. Several linear layers of the
-    same input become one product, their outputs side by side. A weight that float16 can hold, times
-    a power of two, as that of a bf16 checkpoint, is packed by FBGEMM: half the memory to read, and
-    products and sums in fp32 as ever. Others are packed by oneDNN.
+    row's bits depend little on how many rows are multiplied with it (`invariance.row_tile`). Several
+    linear layers of the same input become one product, their outputs side by side. A weight that
+    float16 can hold, times a power of two, as that of a bf16 checkpoint, is packed by FBGEMM: half
+    the memory to read, and products and sums in fp32 as ever. Others are packed by oneDNN.
 
     `scale` is that power of two, else 1. With `divided` inputs come divided by it, so that outputs
     need not be.
