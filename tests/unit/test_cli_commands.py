@@ -58,7 +58,7 @@ def test_every_field_has_a_flag_of_its_type() -> None:
     assert (config.served_model_name, config.load_format) == ("x", "dummy")
     folding = parsed("--fold-policy", "eager", "--fold-profile", "coarse", "--fold-gate", "0.5", "--fold-entries", "9")
     assert (folding.fold_policy, folding.fold_gate) == ("eager", 0.5)
-    assert folding.fold_numbers == ("coarse", FoldProfile(4096, 512, 512, 512, 9))
+    assert folding.fold_numbers == ("coarse", FoldProfile(4096, 512, 512, 512, 9, 192))
 
 
 def test_serve_hands_on_its_secret_and_the_bounds_of_its_store(tmp_path: Path) -> None:
