@@ -82,3 +82,4 @@ def test_an_event_is_one_line_of_json_whatever_its_text(text: str, name: str | N
     assert end == last == "" and len(lines) == (2 if name else 1) and not {"\r", "\0"} & set(raw.decode())
     assert lines[0] == f"event: {name}" or not name
     assert json.loads(lines[-1].removeprefix("data: ")) == {"text": text}
+    assert raw.decode().splitlines() == [*lines, ""], "nor is it cut by readers that know more line ends"

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from thinkfold.cli.peers import Peer, gauge
+from thinkfold.deploy.remote.events import DONE, DataLines
 from thinkfold.errors import ThinkfoldError
 
 WATCH_S = 0.25  # between two looks at the server's metrics
@@ -140,8 +141,11 @@ class Client:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in answer.aiter_lines():
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+    lines = DataLines()
+    async for chunk in answer.aiter_bytes():
+        for data in lines.read(chunk):
+            if data == DONE:
+                return
             event = json.loads(data)
             if event.get("error"):
                 raise ThinkfoldError(f"the stream failed: {event['error']!r:.300}")

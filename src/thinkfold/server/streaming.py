@@ -11,14 +11,19 @@ from starlette.types import Receive, Scope, Send
 
 DONE = "[DONE]"
 KEEP_ALIVE = b": keep-alive\n\n"
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # of Unicode; JSON escapes those of ASCII
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """One event, named if it is not an ordinary chunk. Its text may not hold lone surrogates, NaN or infinities."""
+    """One event, named if it is not an ordinary chunk. Its text may not hold lone surrogates, NaN or infinities.
+
+    It is one line for every reader: many (httpx's `iter_lines`) also cut at line ends that the standard does not know.
+    """
     head = f"event: {name}\ndata: " if name else "data: "
-    return (
-        head.encode() + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
+    return f"{head}{text}\n\n".encode()
 
 
 class EventStream(Response):

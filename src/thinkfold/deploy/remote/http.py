@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from thinkfold.deploy.remote.events import DONE, DataLines
 from thinkfold.errors import ParameterError, RemoteBusyError, RemoteError
 
 CONNECT_S = 10.0
@@ -78,17 +79,17 @@ class Api:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     raise _refusal(response)
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                    if data == "[DONE]":
-                        return
-                    if data:
+                lines = DataLines()
+                async for chunk in response.aiter_bytes():
+                    for data in lines.read(chunk):
+                        if data == DONE:
+                            return
                         yield _event(data)
         except httpx.HTTPError as error:
             raise _failure(error) from error
 
 
-def _event(data: str) -> Any:
+def _event(data: bytes) -> Any:
     event = _parsed(data)
     if isinstance(event, dict) and event.get("error"):
         raise RemoteError(f"the remote engine failed: {_message(event)}")
@@ -101,7 +102,7 @@ def _json(response: httpx.Response) -> Any:
     return _parsed(response.text)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError:
