@@ -30,7 +30,7 @@ import psutil
 import uvicorn
 
 from thinkfold.cli import rows
-from thinkfold.cli.serve import freeze_loaded
+from thinkfold.cli.serve import freeze_loaded, listen
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import Health
 from thinkfold.engine.language import load_language
@@ -147,7 +147,7 @@ class ScriptedEngine:
 
 async def serve(rate: float, pause_s: float, *, bare: bool) -> None:
     """Serve until killed; the port is printed once the server answers."""
-    sock = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    sock = listen("127.0.0.1", 0)
     port = sock.getsockname()[1]
     if bare:
         engine = ScriptedEngine(rate, pause_s)

@@ -24,7 +24,7 @@ import pytest
 from conftest import Served
 
 import thinkfold
-from thinkfold.cli.serve import _listen
+from thinkfold.cli.serve import listen
 
 LONG: dict[str, Any] = {
     "model": "pebble",
@@ -40,7 +40,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(thinkfold.__file__).parents[
 def test_small_replies_do_not_wait_for_acknowledgements():
     """asyncio sets no TCP_NODELAY for sockets that it has not made: connections inherit it."""
     with (
-        _listen("127.0.0.1", 0) as sock,
+        listen("127.0.0.1", 0) as sock,
         socket.create_connection(sock.getsockname()),
         sock.accept()[0] as accepted,
     ):

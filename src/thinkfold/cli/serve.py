@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     for name in TOLD:
         logging.getLogger(name).setLevel(logging.INFO)
     prefixes = warm_prefixes(settings.serve)
-    sock = _listen(settings.serve.host, settings.serve.port)
+    sock = listen(settings.serve.host, settings.serve.port)
     try:
         return asyncio.run(_serve(settings, options, access, prefixes, sock))
     finally:
@@ -115,7 +115,8 @@ def warm_prefixes(settings: ServeSettings) -> list[WarmPrefix]:
     return read_warm_file(settings.warm) if settings.warm else []
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the server, port 0 is any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, port), family=family, backlog=2048)
     # Connections inherit it. asyncio sets it only where it has made the socket, and without it the second of two small
