@@ -15,6 +15,7 @@ import pytest
 from thinkfold.server.access.keys import load_keys
 from thinkfold.server.chat import ChatRequest
 from thinkfold.server.prefixes import PrefixRequest
+from thinkfold.server.replies import FoldNews, SegmentPlace
 from thinkfold.types import Prices
 from thinkfold.types.limits import Clamp
 
@@ -64,6 +65,15 @@ def test_bodies_and_files_are_read() -> None:
             assert fields.keys() in ({"question", "items"}, {"scores"})
             read.append("verifier")
     assert sorted(read) == ["control"] * 3 + ["max_tokens", "prefix"] + ["verifier"] * 2
+
+
+def test_events_have_the_fields_that_are_shown() -> None:
+    (block,) = [block for block in blocks("api.md", "") if block.startswith("event: ")]
+    shown = [
+        json.loads(line.removeprefix("data: ").replace(" …,", "")) for line in re.findall(r"^data: .*", block, re.M)
+    ]
+    fields = [(kind, set(event["thinkfold"][kind])) for event, kind in zip(shown, ("segment", "fold"), strict=True)]
+    assert fields == [("segment", set(SegmentPlace.__annotations__)), ("fold", set(FoldNews.__annotations__))]
 
 
 def test_the_files_of_operations_are_read(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from thinkfold.cli.main import build_parser
 from thinkfold.cli.paired import tango
 from thinkfold.cli.settings import resolve
 from thinkfold.engine.planning import Planner
+from thinkfold.thinking.specs import FamilySpec
 from thinkfold.types import FoldMode
 
 ROOT = Path(__file__).parents[2]
@@ -104,3 +105,25 @@ def test_data_and_bounds_of_an_eval() -> None:
     assert f"lower 95 % bound {100 * low:+.2f}, upper {100 * high:+.2f}" in page
     for n, width in ((400, "1.7"), (1500, "0.8")):
         assert f"{100 * tango(n // 100, n // 100, n)[1]:.1f}" == width and width in page
+
+
+def test_flags_of_the_migration_are_ours() -> None:
+    """Those of the middle column, and vLLM's own where it says that they are the same."""
+    table = PAGES["migrate-from-vllm"].partition("## Requests")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `--")]
+    named = [rows_of_ours(theirs.removeprefix("| "), ours) for theirs, ours, _ in rows]
+    flags = {flag for row in named for flag in row}
+    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    known = {option for action in commands.choices["serve"]._actions for option in action.option_strings}
+    assert len(rows) > 20 and len(flags) > 15 and flags <= known, flags - known
+
+
+def rows_of_ours(theirs: str, ours: str) -> list[str]:
+    return re.findall(r"--[a-z-]+", f"{theirs} {ours}" if ours.startswith("the same") else ours)
+
+
+def test_the_row_of_a_new_family_is_one() -> None:
+    (row,) = blocks("add-a-family", "text")
+    spec = eval(f"({row.rstrip().removesuffix(',')})", {"FamilySpec": FamilySpec})
+    assert {spec.force} == {spec.ends[0] + opener for opener in spec.openers}
+    assert f'--think-start "{spec.starts[0]}" --think-end "{spec.ends[0]}"' in PAGES["add-a-family"]
