@@ -46,6 +46,7 @@ def harmony() -> Kit:
         ("<think>", "hy_v3", (*MARKERS, "<tool_calls>"), "hy3"),
         ("<|im_start|><think>", "mimo", MARKERS, "qwen_like"),
         ("<|im_start|><think>", "step3p5", MARKERS, "qwen_like"),
+        ("<think>", "laguna", MARKERS, "qwen_like"),
         ("say <think>", "llama", (), "think"),
     ],
 )
@@ -125,7 +126,10 @@ def test_families_of_several_tokens_or_blocks(template, model_type, added, writt
     assert seen(output) == (*told, FinishReason.STOP)
 
 
-@pytest.mark.parametrize(("model_type", "call"), [("hy_v3", "<tool_calls>"), ("mimo", "<tool_call>"), ("llama", None)])
+@pytest.mark.parametrize(
+    ("model_type", "call"),
+    [("hy_v3", "<tool_calls>"), ("mimo", "<tool_call>"), ("laguna", "<tool_call>"), ("llama", None)],
+)
 def test_a_tool_call_ends_thinking_where_the_family_writes_it_there(model_type, call):
     kit = Kit(template="<think>", model_type=model_type, added=(*MARKERS, "<tool_calls>"))
     output = run(kit, ["w", call or "<tool_call>", "A", "EOS"], eos_in_thinking="stop")

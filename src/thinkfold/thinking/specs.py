@@ -119,7 +119,7 @@ SPECS = (
     FamilySpec("kimi_k2", implicit_ends=("<|tool_calls_section_begin|>",), model_types=("kimi",)),
     FamilySpec("qwen3_5", implicit_ends=("<tool_call>",), model_types=("qwen3_5", "qwen3_6", "qwen3_8", "nemotron")),
     FamilySpec("hy3", implicit_ends=("<tool_calls>",), model_types=("hy_v3",)),
-    FamilySpec("qwen_like", implicit_ends=("<tool_call>",), model_types=("step3", "mimo", "intern")),
+    FamilySpec("qwen_like", implicit_ends=("<tool_call>",), model_types=("step3", "mimo", "intern", "laguna")),
     FamilySpec("qwen3", model_types=("qwen3",)),
     FamilySpec("deepseek_r1", evidence=("<｜Assistant｜>",)),
     FamilySpec("qwq", evidence=("<|im_start|>",), model_types=("qwen2",)),
