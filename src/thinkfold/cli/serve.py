@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from thinkfold.server.state import ServerOptions
 
 ENGINE_DIED, INTERRUPTED = 1, 130
-TOLD = ("thinkfold.server.folds", "thinkfold.engine.steering")  # loggers of one line a fold, and a stop
+# Loggers of one line a fold, a drift, a stop and, where they are asked for, a request.
+TOLD = tuple(f"thinkfold.{name}" for name in ("server.folds", "server.drift", "engine.steering", "server.request_log"))
 _WATCH_S = 0.5
 _LAST_WORDS_S = 5  # after the drain requests get an error, which their clients have this long to read
 
@@ -93,6 +94,7 @@ def server_options(settings: ServeSettings, prices: Prices | None = None) -> Ser
         step_cache_answers=settings.step_cache_answers,
         step_cache_ttl_s=settings.step_cache_ttl_s,
         control=ControlParams(settings.early_stop),
+        log_requests=settings.log_requests,
     )
 
 

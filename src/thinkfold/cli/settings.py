@@ -51,6 +51,7 @@ class ServeSettings:
     `remote_model` is the name it is asked for; None takes the only one it has.
     `remote_api_key` is the key it asks for; better in the environment than on a command line.
     `remote_timeout_s` of silence end a request to it.
+    `log_requests` writes a line of JSON for each request that ends: costs, or also its prompt and reply as text.
     `secret_file` has at least 32 secret bytes that sign and seal thinking; servers that share it accept each other's.
     """
 
@@ -79,6 +80,7 @@ class ServeSettings:
     remote_model: str | None = None
     remote_api_key: str | None = None
     remote_timeout_s: float = 120.0
+    log_requests: Literal["none", "costs", "text"] = "none"
 
     def __post_init__(self) -> None:
         choice("engine", self.engine, ("thinkfold", "openai"))
@@ -100,6 +102,7 @@ class ServeSettings:
         number("step_cache_ttl_s", self.step_cache_ttl_s, 0, 10**9, open_low=True)
         settings_of(self.profile)
         choice("early_stop", self.early_stop, tuple(Preset))
+        choice("log_requests", self.log_requests, ("none", "costs", "text"))
         wrong = next((route for route in self.open_routes if not route.startswith("/")), None)
         if wrong is not None:
             raise ParameterError("open_routes", f"must begin with a slash, got {wrong!r:.60}")

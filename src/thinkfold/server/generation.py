@@ -21,6 +21,7 @@ from thinkfold.server.feed import Feed
 from thinkfold.server.folds import EVENT, SEGMENT_EVENT, ThinkfoldFields, fold_data, log_fold, segment_data
 from thinkfold.server.metrics import RequestTimer
 from thinkfold.server.reply import Choice, Reply
+from thinkfold.server.request_log import log_request
 from thinkfold.server.serving import Asks, Serving, open_serving
 from thinkfold.server.state import owned, state_of
 from thinkfold.server.streaming import EventStream
@@ -126,21 +127,27 @@ async def respond(request: Request, engine: Engine, job: Job, writer: Writer) ->
         raise
     accounts = (lease, serving, state.conversations)
     feed = Feed(request, [_generate(engine, job, i, namespace, accounts) for i in range(len(job.prompts))])
+    logged = state.options.log_requests
+    keep_text = not job.stream or writer.keeps_text or logged == "text"
+    reply = Reply(len(job.prompts), job.sampling.n, keep_text=keep_text, serving=serving)
     handed_over = False
 
     async def close() -> None:
         lease.close()
         serving.close()
         await feed.close()
+        if logged != "none" and reply.begun:
+            prompts = [engine.prompts.decode(prompt) for prompt in job.prompts] if logged == "text" else None
+            log_request(job.response_id, reply, prompts)
 
     try:
         if not job.stream:
-            return JSONResponse(await _whole(feed, job, writer, (timer, serving)))
+            return JSONResponse(await _whole(feed, job, writer, (timer, reply)))
         # Refusals come at once; a request that only waits for its turn gets its headers.
         first = await feed.next(state.options.keepalive_s)
         if first is not None and first[1].finished and first[1].failure is not None and len(job.prompts) == 1:
             raise first[1].failure
-        events = _events(first, feed, job, writer, (timer, serving), state.options.keepalive_s)
+        events = _events(first, feed, job, writer, (timer, reply), state.options.keepalive_s)
         handed_over = True
         return EventStream(events, close)
     finally:
@@ -224,9 +231,8 @@ def _told(job: Job, choice: Choice, news: CompletionOutput, outcome: Outcome | N
     return segments + [Told(EVENT, {"fold": data}) for data in folds] + states
 
 
-async def _whole(feed: Feed, job: Job, writer: Writer, accounts: tuple[RequestTimer, Serving]) -> Mapping[str, Any]:
-    timer, serving = accounts
-    reply = Reply(len(job.prompts), job.sampling.n, keep_text=True, serving=serving)
+async def _whole(feed: Feed, job: Job, writer: Writer, accounts: tuple[RequestTimer, Reply]) -> Mapping[str, Any]:
+    timer, reply = accounts
     while not reply.finished:
         item = await feed.next()
         if item is not None:
@@ -245,12 +251,11 @@ async def _events(
     feed: Feed,
     job: Job,
     writer: Writer,
-    accounts: tuple[RequestTimer, Serving],
+    accounts: tuple[RequestTimer, Reply],
     keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
     """All events of a stream, from the first output (None: not there yet) on."""
-    timer, serving = accounts
-    reply = Reply(len(job.prompts), job.sampling.n, keep_text=writer.keeps_text, serving=serving)
+    timer, reply = accounts
     for data in writer.start(reply):
         yield data
     try:

@@ -99,6 +99,11 @@ class Reply:
         self._failure: ThinkfoldError | None = None
 
     @property
+    def begun(self) -> bool:
+        """Whether the engine has told anything."""
+        return self._policies is not None
+
+    @property
     def finished(self) -> bool:
         return self._unfinished == 0
 

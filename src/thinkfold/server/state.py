@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fastapi import Request
 
@@ -26,6 +27,7 @@ class ServerOptions:
     none are. `cors_origins` are the origins whose pages may call; none by default. `page` serves ours at `/`.
     Agent sessions live for `session_ttl_s` seconds since their last call, kept answers of plan steps for
     `step_cache_ttl_s`. `control` is for requests that ask for no early stopping themselves, nor by their tier.
+    `log_requests`: each that ends is a line of the log, with its costs, or also with its texts.
     """
 
     max_body_bytes: int = 64 * 1024 * 1024
@@ -43,6 +45,7 @@ class ServerOptions:
     step_cache_answers: int = 4096
     step_cache_ttl_s: float = 3600.0
     control: ControlParams | None = None
+    log_requests: Literal["none", "costs", "text"] = "none"
 
 
 @dataclass(frozen=True, slots=True)
