@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ def sizes(name: str) -> tuple[int, int]:
     return int(batch), 1024 * int(thousands.removesuffix("k"))
 
 
-def kernels(shape: dict[str, Any]) -> Iterator[Point]:
+def kernels(shape: Mapping[str, Any]) -> Iterator[Point]:
     heads, kv_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], 128
     for case, metrics in newest("kernels", "decode/", 4).items():
         _, name, kind, page = case.split("/")
@@ -63,7 +63,7 @@ def kernels(shape: dict[str, Any]) -> Iterator[Point]:
         yield Point(kind, name, operations / size, operations / metrics["time_ms"] / 1e9)
 
 
-def steps(shape: dict[str, Any]) -> Iterator[Point]:
+def steps(shape: Mapping[str, Any]) -> Iterator[Point]:
     heads, kv_heads, dim, layers = (
         shape["num_attention_heads"],
         shape["num_key_value_heads"],
