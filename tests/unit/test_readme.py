@@ -18,6 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from thinkfold.cli.main import build_parser
+from thinkfold.cli.serve import server_options
+from thinkfold.cli.settings import resolve
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 CHINESE = ROOT / "README.zh.md"
@@ -141,6 +145,20 @@ def test_commands_and_their_options_exist() -> None:
         wanted = [w for w in words[2:] if w.startswith("-")]
         missing = [w for w in wanted if not re.search(rf"(?<!\S){w}\b", shown[command_of(words)])]
         assert not missing, f"{' '.join(words)}: no {missing}"
+
+
+def test_commands_are_taken_with_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a bench are its script's; a server's settings, and the files of ours that it names, are read."""
+    monkeypatch.chdir(ROOT)
+    taken = 0
+    for words in ALL_COMMANDS + [words for words in INLINE if not words[-1].startswith("--")]:  # or it names an option
+        if words[0] != "thinkfold" or words[1] == "bench" or any(word.isupper() or "|" in word for word in words):
+            continue
+        args = build_parser().parse_args(words[1:])
+        if words[1] == "serve" and "--config" not in words:
+            server_options(resolve(args, {}).serve)
+        taken += 1
+    assert taken > 40
 
 
 def test_every_command_has_its_own_help() -> None:
