@@ -79,6 +79,7 @@ POOL = {"budget": 1}
         ({"pools": {"a": POOL, "b": POOL}}, "default"),
         ({"pools": {"a": POOL}, "default": "b"}, "tiers.default"),
         ({"pools": {"a": POOL}, "server": {"port": 1}}, "server.port"),
+        ({"pools": {"a": POOL}, "server": {"log_requests": "costs"}}, "server.log_requests"),
         ({"pools": {"a": POOL}, "port": "x"}, "port"),
         ({"pools": {"a": POOL}, "routing": "best"}, "routing"),
         ({"pools": {"a": POOL}, "prefix": "/x/"}, "prefix"),

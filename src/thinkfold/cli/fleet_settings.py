@@ -13,8 +13,8 @@ from thinkfold.deploy.fleet.config import Fleet, Pool, Replicas
 from thinkfold.errors import ParameterError
 from thinkfold.server.tiers import parse_tier
 
-# Settings of `serve` that stand elsewhere in this file, or mean nothing here.
-_ELSEWHERE = ("host", "port", "drain_s", "max_header_bytes", "tiers", "profile", "engine", "base_url")
+# Settings of `serve` that stand elsewhere in this file, or mean nothing here (Ray's logs show no line of ours).
+_ELSEWHERE = ("host", "port", "drain_s", "max_header_bytes", "tiers", "profile", "engine", "base_url", "log_requests")
 _REMOTE = ("remote_model", "remote_api_key", "remote_timeout_s")
 _TOP = ("name", "host", "port", "prefix", "routing", "default", "server", "engine", "pools")
 _POOL = ("engine", "replicas", "cpus", "gpus", "drain_s")
