@@ -108,13 +108,13 @@ async def test_eager_folds_do_not_depend_on_neighbours_bit_by_bit(alone, changes
         assert stats.pressure["swap" if "swap_space_bytes" in changes else "preempt"] > 0
 
 
-async def test_segments_that_a_regex_ends_fold_alike_alone_and_preempted():
+async def test_segments_that_a_regex_ends_fold_alike_alone_and_preempted(alone):
     by_regex = {"fold_delimiter_regex": "[a-m] ?[n-z]"}
     one, spans, _, _ = await answers(config(**by_regex), together=False)
     tight = {"kv_cache_bytes": 22 * PAGE_BYTES, "admission": "greedy", "pipeline_depth": 1}
     other, others, stats, _ = await answers(config(**by_regex, **tight), together=True)
     assert (other, others) == (one, spans) and stats.folds > 0
-    assert spans != (await answers(config(), together=False))[1], "it ends other segments"
+    assert spans != alone[1], "it ends other segments"
 
 
 async def test_choices_fold_each_for_itself(alone):
