@@ -41,16 +41,17 @@ def texts(tmp_path: Path) -> list[str]:
 def test_texts_become_a_table_of_the_models_shape(
     tmp_path: Path, texts: list[str], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 700)
-    short = replace(FOLD_PROFILES["pebble"], keep_first_tokens=0)  # else a fold so short that a head wins nothing
+    monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 440)
+    # From the first token on, or the fold is so short that a head wins nothing.
+    short = replace(FOLD_PROFILES["pebble"], keep_first_tokens=0, max_segment_tokens=256)
     monkeypatch.setitem(FOLD_PROFILES, "pebble", short)
     out = tmp_path / "table.json"
-    words = ["calibrate", "--by", by, "--texts", texts[0], "--max-tokens", "700", "--out", str(out)]
+    words = ["calibrate", "--by", by, "--texts", texts[0], "--max-tokens", "440", "--out", str(out)]
     assert main(words) == 0
     first = out.read_text()
     found = json.loads(first)
     assert found["model"] == "pebble" and found["folds"] == 1 and found["by"] == by
-    assert found["calibrated_on"] == "1 texts, 700 tokens of each at most"
+    assert found["calibrated_on"] == "1 texts, 440 tokens of each at most"
     assert found["conclusion"] == 16, "Pebble thinks"
     assert min(map(min, found["weights"])) > 0, "no head's need is nothing"
     counts = FoldBudgets.load(out, LAYERS, HEADS).counts(32, 512, 16)
