@@ -87,10 +87,12 @@ def test_streamed_and_whole_are_equal(remote: Served) -> None:
 
 
 def test_rules_stop_thinking_by_probes(remote: Served) -> None:
-    reply = ask(remote, thinkfold={"control": {"early_stop": {"confidence": 0.0}}})  # the first probe is enough
+    longer = [{"role": "user", "content": "What is 23 * 47 + 38 * 91 + 12 * 17?"}]
+    the_first_is_enough = {"control": {"early_stop": {"confidence": 0.0}}}
+    reply = ask(remote, messages=longer, thinkfold=the_first_is_enough)
     assert reply["choices"][0]["thinking_end_reason"] == "confidence"
     assert reply["choices"][0]["message"]["content"].startswith("The answer is")
-    assert 128 <= reply["usage"]["completion_tokens_details"]["reasoning_tokens"] < 300
+    assert 256 <= reply["usage"]["completion_tokens_details"]["reasoning_tokens"] < 450
     assert reply["usage"]["thinkfold"]["tokens"]["probe"] > 0
     assert remote.stats().decisions["confidence", "stopped"] == 1
 

@@ -9,7 +9,7 @@ import pytest
 from thinkfold import LLM, SamplingParams, ThinkingParams
 from thinkfold.types import ControlParams, RequestOutput, VoteParams, VoteState, parse_control
 
-QUESTION = [{"role": "user", "content": "What is 23 * 47 + 38 * 91?"}]
+QUESTION = [{"role": "user", "content": "What is 23 * 47 + 38 * 91 + 12 * 17?"}]
 SURE = {"early_stop": {"confidence": 0.0}}  # the first probe is enough
 
 
@@ -20,7 +20,7 @@ def llm() -> Iterator[LLM]:
 
 
 def ask(llm: LLM, control: ControlParams | None) -> RequestOutput:
-    return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=230), control=control)[0]
+    return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=400), control=control)[0]
 
 
 def test_looks_leave_no_trace_and_a_stop_says_which_rule(llm: LLM) -> None:
@@ -31,7 +31,7 @@ def test_looks_leave_no_trace_and_a_stop_says_which_rule(llm: LLM) -> None:
     assert watched.outputs[0].token_ids == plain.outputs[0].token_ids
     (choice,) = stopped.outputs
     assert choice.thinking_end_reason == "confidence" and "\\boxed{" in choice.text
-    assert 128 <= choice.num_thinking_tokens < plain.outputs[0].num_thinking_tokens
+    assert 256 <= choice.num_thinking_tokens < plain.outputs[0].num_thinking_tokens
     assert stopped.costs.probe_tokens > 0
     assert llm.engine.stats().decisions["confidence", "stopped"] == 1
 
