@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
-from os import environ
 from typing import Any
 
 import pytest
 import torch
+from alone import run_alone
 from fold_cases import CASES, Case, Memory, check, check_alone, check_broken, check_nothing, check_ties
 
 LARGE = [
@@ -20,34 +19,21 @@ LARGE = [
 ]
 
 
-def run_alone(mode: str, interpret: str) -> str:
-    """Run this file as a program: a process decides once whether kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, __file__, mode],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**environ, "TRITON_INTERPRET": interpret},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def test_interpreted_kernels_fold_as_their_twins() -> None:
     pytest.importorskip("triton")
-    assert run_alone("interpret", "1").split() == ["float32", "float16", "ties", "broken", "alone", "nothing"]
+    assert run_alone(__file__, "interpret", "1").split() == ["float32", "float16", "ties", "broken", "alone", "nothing"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     pytest.importorskip("triton")
-    assert run_alone("compile", "0").split() == [*["look", "score", "squares", "write"] * 3, "choose"]
+    assert run_alone(__file__, "compile", "0").split() == [*["look", "score", "squares", "write"] * 3, "choose"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_no_fold_waits_for_a_compiler_once_its_kernels_are_made() -> None:
     pytest.importorskip("triton")
-    assert run_alone("specialise", "0").split() == ["1"] * 5
+    assert run_alone(__file__, "specialise", "0").split() == ["1"] * 5
 
 
 @pytest.mark.gpu

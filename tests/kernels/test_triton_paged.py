@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
+from alone import run_alone
 from triton_cases import Case, Row, check
 
 from thinkfold.errors import UnsupportedError
@@ -41,22 +40,9 @@ CASES = [
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
 
-def run_alone(environment: dict[str, str], *words: str) -> str:
-    """Run this file as a program: a process decides once whether kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, __file__, *words],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def test_interpreted_kernels_match_the_reference() -> None:
     pytest.importorskip("triton")
-    assert run_alone({"TRITON_INTERPRET": "1"}, "interpret").split() == [str(i) for i in range(len(CASES))]
+    assert run_alone(__file__, "interpret", "1").split() == [str(i) for i in range(len(CASES))]
 
 
 def test_an_unknown_dtype_is_refused() -> None:
@@ -77,7 +63,7 @@ def test_the_body_is_chosen_by_the_device() -> None:
 def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes what the compiler refuses: masks that are no booleans, casts between sizes."""
     pytest.importorskip("triton")
-    kernels = run_alone({"TRITON_INTERPRET": "0"}, "compile").split()
+    kernels = run_alone(__file__, "compile", "0").split()
     assert kernels == ["store", "merge", "store", *["attend_splits"] * 7]
 
 

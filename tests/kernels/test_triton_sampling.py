@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
-from os import environ
 
 import numpy as np
 import pytest
 import torch
+from alone import run_alone
 from draw_cases import QWEN_VOCAB, check_draws, check_seen, distribution, knobs_of, logits_of, settings
 
 from thinkfold.runner import filters, observed, rng
@@ -29,22 +28,9 @@ def shapes() -> Iterator[tuple[str, int, SamplingParams]]:
     yield "ties", 9000, SamplingParams(temperature=0.8, top_p=0.5)
 
 
-def run_alone(mode: str, interpret: str) -> str:
-    """Run this file as a program: a process decides once whether kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, __file__, mode],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**environ, "TRITON_INTERPRET": interpret},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
 def test_interpreted_kernels_draw_what_float64_says() -> None:
     pytest.importorskip("triton")
-    assert run_alone("interpret", "1").split() == ["draws", "large", "greedy", "statistics", "broken"]
+    assert run_alone(__file__, "interpret", "1").split() == ["draws", "large", "greedy", "statistics", "broken"]
 
 
 @pytest.mark.parametrize("vocab", [1, 33, 4097])
@@ -66,7 +52,7 @@ def test_the_twin_draws_from_a_large_vocabulary() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     pytest.importorskip("triton")
-    assert run_alone("compile", "0").split() == ["_draw", "_look", "_count", "_tell"]
+    assert run_alone(__file__, "compile", "0").split() == ["_draw", "_look", "_count", "_tell"]
 
 
 class TestOnGPU:
