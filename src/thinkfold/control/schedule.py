@@ -17,8 +17,8 @@ class LookRule:
 
     `gated` probes do not come by the tick: they follow a peek whose entropy is at most `open_entropy` nats at once, or
     come where the margin is at most `open_margin` nats. A peek costs half as much as a probe, and a first token that is
-    open says enough. All looks stay within `look_share` of the thinking, the first `free_probes` probes excepted. An
-    answer with a probability of `sure` is asked for again `again` tokens later, at any boundary.
+    open says enough. Probes wait until all looks stay within `look_share` of the thinking, the first `free_probes`
+    excepted. An answer with a probability of `sure` is asked for again `again` tokens later, at any boundary.
     """
 
     peeks: bool
