@@ -51,8 +51,14 @@ def sizes(name: str) -> tuple[int, int]:
     return int(batch), 1024 * int(thousands.removesuffix("k"))
 
 
+def sizes_of(shape: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Query heads, KV heads and channels of one."""
+    heads = shape["num_attention_heads"]
+    return heads, shape["num_key_value_heads"], shape["hidden_size"] // heads
+
+
 def kernels(shape: Mapping[str, Any]) -> Iterator[Point]:
-    heads, kv_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], 128
+    heads, kv_heads, dim = sizes_of(shape)
     for case, metrics in newest("kernels", "decode/", 4).items():
         _, name, kind, page = case.split("/")
         if page != "page16":
@@ -64,13 +70,8 @@ def kernels(shape: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def steps(shape: Mapping[str, Any]) -> Iterator[Point]:
-    heads, kv_heads, dim, layers = (
-        shape["num_attention_heads"],
-        shape["num_key_value_heads"],
-        128,
-        shape["num_hidden_layers"],
-    )
-    hidden = shape["hidden_size"]
+    heads, kv_heads, dim = sizes_of(shape)
+    layers, hidden = shape["num_hidden_layers"], shape["hidden_size"]
     layer = hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 3 * hidden * shape["intermediate_size"]
     weights = layers * layer + hidden * shape["vocab_size"]
     for case, metrics in newest("decode", "7b/", 2).items():

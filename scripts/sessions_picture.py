@@ -15,7 +15,7 @@ from typing import NamedTuple
 from thinkfold.kv.manager import KVManager
 from thinkfold.scheduler.admission import Admission
 from thinkfold.scheduler.scheduler import Scheduler
-from thinkfold.scheduler.simulation import Simulation, StepTime, Work
+from thinkfold.scheduler.simulation import Simulation, StepTime
 from thinkfold.scheduler.workload import Load
 from thinkfold.types import FoldMode, FoldPolicy, FoldProfile
 
@@ -62,10 +62,9 @@ def course(arm: Arm, minutes: float = MINUTES) -> Course:
         fold_counts=lambda entries, tokens: [min(entries, tokens)] * HEADS,
         admission=Admission(kv.capacity, 1) if arm.predicted else None,
     )
-    works = LOAD.work(0)
     simulation = Simulation(
         scheduler,
-        (Work(work.prompt, work.thinking, work.answer, work.segment_ends) for work in works),
+        LOAD.work(0),
         fold=FoldPolicy(arm.mode, entries=LOAD.numbers.entries),
         numbers=LOAD.numbers,
         budget=LOAD.budget,
