@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.small_pebble import PAGE_BYTES, small_pebble
+from tests.together import Together
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
@@ -28,7 +29,7 @@ def sampling(i, **changes):
 
 async def answers(config, *, together, repeat=1, n=1):
     """(token ids, log-probs) of every question's every choice."""
-    engine = await AsyncEngine.start(config)
+    engine = await AsyncEngine.start(config, build=Together(len(QUESTIONS) * repeat if together else 1))
     try:
         prompts = [engine.prompts.encode_chat([{"role": "user", "content": q}]) for q in QUESTIONS]
         jobs = [collect(engine, p, sampling(i, n=n), NO_LIMIT) for i, p in enumerate(prompts * repeat)]

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.small_pebble import NUM_LAYERS, PAGE_BYTES, small_pebble
+from tests.together import Together
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
@@ -43,7 +44,7 @@ def config(**changes):
 
 async def answers(config, *, together, fold=None, n=1):
     """Token ids, log-probs and folds of every question's every choice, and the engine's counters."""
-    engine = await AsyncEngine.start(config)
+    engine = await AsyncEngine.start(config, build=Together(len(QUESTIONS) if together else 1))
     try:
         jobs = []
         for i, question in enumerate(QUESTIONS):

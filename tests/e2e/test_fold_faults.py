@@ -9,6 +9,7 @@ import pytest
 import test_engine_folds as folds
 from test_engine_folds import QUESTIONS, answers, config
 
+from tests.together import Together
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.core import EngineCore
 from thinkfold.errors import EngineDeadError, ThinkfoldError
@@ -36,7 +37,7 @@ def checked(monkeypatch):
 
 async def run(**changes):
     """Results by question, drawn as in `answers`, and the engine's counters; one more request is served after them."""
-    engine = await AsyncEngine.start(config(**changes))
+    engine = await AsyncEngine.start(config(**changes), build=Together(len(QUESTIONS)))
     try:
         end = engine.family.end_token_id
         base = SamplingParams(

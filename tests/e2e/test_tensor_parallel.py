@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.near import assert_same_top
+from tests.together import Together
 from tests.unit.thread_ranks import build_with_threads, checkpoint, load_alone
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
@@ -69,7 +70,7 @@ def config(model, ranks=1, pages=400, **changes):
 async def answers(config, *, length=90, questions=QUESTIONS, **sampling):
     """Results by question, all asked together, and the engine's counters."""
     build = build_with_threads if config.tensor_parallel_size > 1 else build_core
-    engine = await AsyncEngine.start(config, build=build)
+    engine = await AsyncEngine.start(config, build=Together(len(questions), build))
     try:
         base = SamplingParams(
             temperature=0.8,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from thinkfold.cli import bench
@@ -57,7 +56,7 @@ def test_streams_and_health_of_a_server_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(overhead, "SETTLE_S", 0.2)
-    words = ["--case", "streams", "--case", "health", "--streams", "3", "--posters", "1", "--seconds", "1"]
+    words = ["--case", "streams", "--case", "health", "--streams", "3", "--posters", "1", "--seconds", "3"]
     assert overhead.main([*words, "--json", "--no-record"]) == 0
     streams, health = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (streams["case"], health["case"]) == ("streams/3x50", "health/20mb")
@@ -67,16 +66,21 @@ def test_streams_and_health_of_a_server_process(
 
 
 def test_the_floor_sends_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    async def floor() -> dict[str, float]:
-        server = asyncio.create_task(overhead.serve(50.0, 0.04, bare=True))
-        port = ""
-        for _ in range(500):
-            port = port or capsys.readouterr().out
-            await asyncio.sleep(0 if port else 0.02)
-        args = argparse.Namespace(streams=2, rate=50.0, seconds=0.5)
-        try:
-            return await overhead.stream_case(int(port), psutil.Process(), args)
-        finally:
-            server.cancel()
+    """Each is told once, in its order, as the microsecond in which it was due: 20 ms apart."""
 
-    assert asyncio.run(floor())["tokens_per_s"] > 0.0
+    async def floor() -> Any:
+        server, arrivals, port = asyncio.create_task(overhead.serve(50.0, 0.04, bare=True)), overhead.Arrivals(), ""
+        while not port:
+            await asyncio.sleep(0.02)
+            port = capsys.readouterr().out
+        reader = asyncio.create_task(overhead._read(int(port), 10**6, arrivals))
+        while arrivals.events < 4:
+            await asyncio.sleep(0.02)
+        reader.cancel()
+        server.cancel()
+        return arrivals
+
+    came = asyncio.run(asyncio.wait_for(floor(), 60))
+    due = [at - lag for at, lag in zip(came.at, came.lag, strict=True)]
+    assert [b - a for a, b in pairwise(due)] == pytest.approx([0.02] * (len(due) - 1), abs=1e-5)
+    assert min(came.lag) >= 0.0 and len(due) > came.events
