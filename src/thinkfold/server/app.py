@@ -82,7 +82,7 @@ def build_app(
     routers = [each.router for each in (*apis, health, metrics, engine_view, admin, openapi)]
     routers += [page.router] if options.page else []
     for router in routers:
-        app.include_router(router)
+        app.router.routes.extend(router.routes)
     app.state.document = openapi.Document(routers, access, {"/v1/messages": MessagesError}, page.ROUTES)
     bodies = {"/v1/messages": messages_error}
     errors.install(app, bodies)
