@@ -4,8 +4,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH ?= serve
 WORKERS ?= 2
-# Files stay whole, so that their tests share servers, and in order: the long ones of e2e first, not last.
-TESTS = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Files stay whole, so that their tests share servers, and in order: the long ones of e2e first, not last. Plugins are
+# named: pytest reads those that it finds by itself, large libraries some of them, anew in each process.
+TESTS = PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -q -p xdist.plugin -p pytest_asyncio.plugin \
+	-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 

@@ -8,6 +8,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from thinkfold.engine import loop
 
@@ -26,3 +27,11 @@ def few_full_collections() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "gc", SimpleNamespace(collect=collect, freeze=gc.freeze, unfreeze=gc.unfreeze))
         yield
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """A benchmark chooses the threads of its process, which here is that of later tests, too."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -30,7 +30,7 @@ def watched(
 ) -> Iterator[Page]:
     """The page at `url`, ready; an error or, unless `refusals` are meant, a refused resource fails the test."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(300_000)
     troubles: list[str] = []
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -37,25 +38,38 @@ def texts(tmp_path: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
+@pytest.fixture
+def shallow(tmp_path: Path) -> str:
+    """The first two layers of Pebble: each head of each layer is searched for by itself, which takes time."""
+    folder = tmp_path / "shallow"
+    shutil.copytree(pebble_path(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    (folder / BUDGETS_FILE).unlink()
+    return str(folder)
+
+
 @pytest.mark.parametrize("by", ["loss", "attention"])
 def test_texts_become_a_table_of_the_models_shape(
-    tmp_path: Path, texts: list[str], by: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: list[str], by: str, shallow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model, layers = (shallow, 2) if by == "loss" else ("pebble", LAYERS)
     monkeypatch.setattr(calibrate, "FEWEST_TOKENS", 440)
     # From the first token on, or the fold is so short that a head wins nothing.
     short = replace(FOLD_PROFILES["pebble"], keep_first_tokens=0, max_segment_tokens=256)
     monkeypatch.setitem(FOLD_PROFILES, "pebble", short)
     out = tmp_path / "table.json"
-    words = ["calibrate", "--by", by, "--texts", texts[0], "--max-tokens", "440", "--out", str(out)]
+    words = ["calibrate", "--model", model, "--profile", "pebble", "--by", by, "--texts", texts[0]]
+    words += ["--max-tokens", "440", "--out", str(out)]
     assert main(words) == 0
     first = out.read_text()
     found = json.loads(first)
-    assert found["model"] == "pebble" and found["folds"] == 1 and found["by"] == by
+    assert found["model"] == Path(model).name and found["folds"] == 1 and found["by"] == by
     assert found["calibrated_on"] == "1 texts, 440 tokens of each at most"
     assert found["conclusion"] == 16, "Pebble thinks"
     assert min(map(min, found["weights"])) > 0, "no head's need is nothing"
-    counts = FoldBudgets.load(out, LAYERS, HEADS).counts(32, 512, 16)
-    assert min(counts) >= 16 and sum(counts) == 32 * LAYERS * HEADS and len(set(counts)) > 1
+    counts = FoldBudgets.load(out, layers, HEADS).counts(32, 512, 16)
+    assert min(counts) >= 16 and sum(counts) == 32 * layers * HEADS and len(set(counts)) > 1
     if by == "attention":  # the other way takes as long again as all of this
         assert main(words) == 0
         assert out.read_text() == first

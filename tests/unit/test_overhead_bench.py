@@ -56,7 +56,7 @@ def test_streams_and_health_of_a_server_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(overhead, "SETTLE_S", 0.2)
-    words = ["--case", "streams", "--case", "health", "--streams", "3", "--posters", "1", "--seconds", "3"]
+    words = ["--case", "streams", "--case", "health", "--streams", "3", "--posters", "1", "--seconds", "2"]
     assert overhead.main([*words, "--json", "--no-record"]) == 0
     streams, health = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (streams["case"], health["case"]) == ("streams/3x50", "health/20mb")

@@ -169,7 +169,7 @@ def test_every_command_has_its_own_help() -> None:
 def test_snippets_run(snippet: str, request: pytest.FixtureRequest) -> None:
     if ADDRESS in snippet:
         snippet = snippet.replace(ADDRESS, request.getfixturevalue("server"))
-    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 0
 
