@@ -3,12 +3,14 @@
 Each engine is started as a server of its own, one after the other, with the same weights, the same tokens of KV and the
 same slots, and is asked over HTTP by the same closed loop of clients: raw text that the model's chat template made, so
 that all see the same prompt. Decoding is greedy. `maths` ends where the model ends and is judged; elsewhere lengths are
-forced, and an engine that makes another number of tokens gets no row of numbers. What is not installed, or cannot do
-the work, gets a row with the reason.
+forced, and an engine that makes another number of tokens gets no row of numbers. What is not installed, cannot do the
+work or takes longer than `--limit` gets a row with the reason.
 
 Workloads: `agents` many short answers behind one system prompt; `maths` questions of a suite, thought through;
 `chains` agents of many steps, each of which sends all that came before; `short_1k` and `long_32k` the two ends of
-thinking. `--scale` multiplies forced lengths, for models and machines that cannot do the whole.
+thinking. `--scale` multiplies forced lengths, for models and machines that cannot do the whole. Beside thinkfold as it
+comes stand its eager folds (`thinkfold-eager`), balanced stops (`-stop`) and votes (`-vote`; they sample, and lengths
+cannot be forced on them).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from transformers import AutoTokenizer
 from thinkfold.cli import peers, rows
 from thinkfold.cli.answers import wilson
 from thinkfold.cli.evaluation import suite_questions
-from thinkfold.cli.load import Ask, Client, Reply, Run, Session
+from thinkfold.cli.load import Ask, Client, OutOfTime, Reply, Run, Session
 from thinkfold.cli.peers import Place
 from thinkfold.config import EngineConfig
 from thinkfold.engine.planning import Card, Planner
@@ -41,6 +43,7 @@ from thinkfold.scheduler.twins import common
 
 OFFSET = 300_000  # of the first problem of a suite
 SYSTEM = 512  # tokens of the system prompt that all agents share
+OPEN = "<think>\n"  # before an output that is forced, and must be thinking
 WARM = 10_000  # number of a text that no workload has
 ANY_CARD = Card(1 << 50, 1e12, 0)  # what a token takes is the same on all
 STEPS, OBSERVATION, ACTION = 30, 128, 48  # of a chain: steps, tokens that a tool returns, tokens that the agent says
@@ -124,14 +127,14 @@ def chains(texts: Texts, sizes: Sizes) -> list[Session]:
     return [partial(_chain, texts, number, sizes.length(STEPS)) for number in range(sizes.chains)]
 
 
-def thinkers(texts: Texts, count: int, tokens: int, max_len: int, first: int = 0) -> list[Session]:
+def thinkers(texts: Texts, count: int, tokens: int, max_len: int, first: int = 0, forced: bool = True) -> list[Session]:
     """One long output each, of that many tokens, to texts from number `first` on.
 
     Raises ThinkfoldError where they are too long for a sequence.
     """
     contents = [texts.some(number, 64) for number in range(first, first + count)]
-    prompts = [texts.chat([{"role": "user", "content": content}], thinks=True) for content in contents]
-    asks = [texts.ask(prompt, tokens, forced=True) for prompt in prompts]
+    prompts = [texts.chat([{"role": "user", "content": content}], thinks=True) + OPEN for content in contents]
+    asks = [texts.ask(prompt, tokens, forced=forced) for prompt in prompts]
     if (longest := max(ask.tokens for ask in asks) + tokens) > max_len:
         raise ThinkfoldError(f"needs {longest} tokens, a sequence holds {max_len} (--scale makes outputs shorter)")
     return [partial(_once, ask) for ask in asks]
@@ -163,8 +166,11 @@ async def _chain(texts: Texts, number: int, steps: int) -> AsyncGenerator[Ask, s
         before = prompt + said
 
 
-def metrics(run: Run, slo_ttft: float, slo_tpot: float) -> dict[str, float]:
-    """What a row holds; a number that the engine does not tell is not in it."""
+def metrics(run: Run, slo_ttft: float, slo_tpot: float, kv_share: float) -> dict[str, float]:
+    """What a row holds; a number that the engine does not tell is not in it.
+
+    `kv_share` are the bytes of the KV pool over the sessions that ran at once.
+    """
     replies, tokens = run.replies, sum(reply.tokens for reply in run.replies)
     good = sum(_kept(reply, slo_ttft, slo_tpot) for reply in replies)
     found: dict[str, float] = {
@@ -179,7 +185,7 @@ def metrics(run: Run, slo_ttft: float, slo_tpot: float) -> dict[str, float]:
         "seconds": run.seconds,
     }
     if run.kv_use_peak is not None:
-        found["kv_use_peak"] = run.kv_use_peak
+        found |= {"kv_use_peak": run.kv_use_peak, "kv_session_bytes": run.kv_use_peak * kv_share}
     told = [reply for reply in replies if reply.cached is not None]
     if len(told) == len(replies):
         cached, known = (sum(values) for values in zip(*((r.cached or 0, r.ask.known) for r in told), strict=True))
@@ -200,20 +206,27 @@ def _kept(reply: Reply, slo_ttft: float, slo_tpot: float) -> bool:
 
 
 async def ask_all(
-    url: str, peer: peers.Peer, texts: Texts, sizes: Sizes, args: argparse.Namespace
+    url: str, peer: peers.Peer, names: Sequence[str], texts: Texts, sizes: Sizes, args: argparse.Namespace
 ) -> list[tuple[str, dict[str, float] | str]]:
-    """Each workload's numbers on one server, or why there are none."""
+    """Each workload's numbers on one server, or why there are none; it ends behind one that ran out of time."""
     found: list[tuple[str, dict[str, float] | str]] = []
     client = Client(url, peer, texts.count)
     try:
-        await client.run(thinkers(texts, min(2, args.clients), 16, sizes.max_len, first=WARM), args.clients)
-        for name in args.workload:
+        warm = thinkers(texts, min(2, args.clients), 16, sizes.max_len, first=WARM, forced=False)
+        await client.run(warm, args.clients, args.limit)
+        for name in names:
+            late = False
             try:
-                run = await client.run(WORKLOADS[name](texts, sizes), args.clients)
-                found.append((name, metrics(run, args.slo_ttft, args.slo_tpot)))
+                sessions = WORKLOADS[name](texts, sizes)
+                run = await client.run(sessions, args.clients, args.limit)
+                kv_share = args.pool_bytes / min(len(sessions), args.clients)
+                found.append((name, metrics(run, args.slo_ttft, args.slo_tpot, kv_share)))
             except ThinkfoldError as error:
                 found.append((name, str(error)))
+                late = isinstance(error, OutOfTime)
             print(f"  {name}: {_shown(found[-1][1])}", file=sys.stderr, flush=True)
+            if late:
+                break
     finally:
         await client.close()
     return found
@@ -224,20 +237,23 @@ def _shown(told: dict[str, float] | str) -> str:
 
 
 def measure(name: str, make: Callable[[], peers.Peer], args: argparse.Namespace, texts: Texts, sizes: Sizes) -> Any:
-    """One engine's version and results; a reason stands for all of them where it does not run."""
+    """One engine's version and results; a reason stands for all that are left where it does not run."""
     python, version = args.pythons.get(name, sys.executable), "none"
+    found: list[tuple[str, dict[str, float] | str]] = []
     print(name, file=sys.stderr, flush=True)
     try:
         peer = make()
         version = peers.version_of(peer, python)
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            peers.served(peer, python, Path(folder) / "server.log", args.patience) as url,
-        ):
-            return version, asyncio.run(ask_all(url, peer, texts, sizes, args))
+        while left := args.workload[len(found) :]:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                peers.served(peer, python, Path(folder) / "server.log", args.patience) as url,
+            ):
+                found += asyncio.run(ask_all(url, peer, left, texts, sizes, args))
     except ThinkfoldError as error:
         print(f"  {error}", file=sys.stderr, flush=True)
-        return version, [(workload, str(error)) for workload in args.workload]
+        found += [(workload, str(error)) for workload in args.workload[len(found) :]]
+    return version, found
 
 
 def table(kept: Sequence[dict[str, Any]]) -> str:
@@ -255,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run every engine, print and keep a row for each workload."""
     args = parse(argv)
     texts, place = Texts(args.model, args.seed), place_of(args)
+    args.pool_bytes = place.pool_tokens * place.token_bytes
     sizes = Sizes(args.agents, args.maths, args.chains, args.short, args.long, args.suite, args.scale, place.max_len)
     makers, kept = peers.engines(place, texts.ends), []
     for name in args.engine or list(makers):
@@ -263,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             extra = {
                 "engine": version,
                 "model": args.model.name,
+                "suite": args.suite,
                 "scale": str(args.scale),
                 "clients": str(args.clients),
             }
@@ -319,13 +337,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slo-ttft", type=float, default=10.0, help="seconds to the first text that count as good")
     parser.add_argument("--slo-tpot", type=float, default=0.2, help="seconds a token that count as good")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds that an engine may take to start")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds that a workload may take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print rows as JSON, one a line")
     parser.add_argument("--no-record", action="store_true", help="do not append rows to benchmarks/results")
     args = parser.parse_args(argv)
     args.workload = args.workload or list(WORKLOADS)
     args.pythons = peers.interpreters(args.python)
-    for name in ("slots", "clients", "pool_tokens", "agents", "maths", "chains", "short", "long", "scale"):
+    for name in ("slots", "clients", "pool_tokens", "agents", "maths", "chains", "short", "long", "scale", "limit"):
         if getattr(args, name) <= 0:
             raise ParameterError(name, "must be more than 0")
     return args

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from thinkfold.cli import bench, peers
-from thinkfold.cli.load import Ask, Client, Reply, Run
+from thinkfold.cli.load import Ask, Client, OutOfTime, Reply, Run
 from thinkfold.cli.peers import Peer, Place
 from thinkfold.errors import ParameterError, ThinkfoldError
 from thinkfold.pebble import pebble_path, problems
@@ -80,9 +80,10 @@ def reply(seconds: float, first: float, tokens: int, cached: int | None = None, 
 
 def test_numbers_of_a_run() -> None:
     replies = [reply(2.0, 1.0, 11, 60, known=80), reply(6.0, 5.0, 11, 20, known=0), reply(3.0, 0.5, 11, 0, known=80)]
-    found = engines.metrics(Run(replies, 4.0, 0.5), slo_ttft=2.0, slo_tpot=0.2)
+    found = engines.metrics(Run(replies, 4.0, 0.5), slo_ttft=2.0, slo_tpot=0.2, kv_share=1e6)
     assert (found["n"], found["requests_per_s"], found["output_tokens_per_s"]) == (3, 0.75, 8.25)
     assert (found["p50_s"], found["ttft_s"], found["kv_use_peak"]) == (3.0, 1.0, 0.5)
+    assert found["kv_session_bytes"] == 5e5
     assert found["goodput"] == 0.25  # the second began late, the third is slow
     assert found["prefix_hit_rate"] == pytest.approx(80 / 300)
     assert found["prefill_reuse"] == 0.5
@@ -91,8 +92,8 @@ def test_numbers_of_a_run() -> None:
 
 def test_what_an_engine_does_not_tell_is_not_in_its_row() -> None:
     judge = "\\boxed{7}".__eq__
-    found = engines.metrics(Run([reply(2.0, 1.0, 11, judge=judge), reply(2.0, 1.0, 11, 3)], 4.0, None), 2.0, 0.2)
-    assert not {"kv_use_peak", "prefix_hit_rate", "prefill_reuse"} & set(found)
+    found = engines.metrics(Run([reply(2.0, 1.0, 11, judge=judge), reply(2.0, 1.0, 11, 3)], 4.0, None), 2.0, 0.2, 1e6)
+    assert not {"kv_use_peak", "kv_session_bytes", "prefix_hit_rate", "prefill_reuse"} & set(found)
     assert found["accuracy"] == 1.0
 
 
@@ -107,10 +108,13 @@ def test_every_engine_is_given_the_same_room() -> None:
     flags = {name: peer.flags for name, peer in tables.items()}
     assert flags["thinkfold"]["kv-cache-bytes"] == 20_000 * 8192
     assert flags["thinkfold-eager"] == {**flags["thinkfold"], "fold-policy": "eager"}
+    assert flags["thinkfold-stop"] == {**flags["thinkfold"], "early-stop": "balanced"}
+    assert flags["thinkfold-vote"] == flags["thinkfold"] and tables["thinkfold-vote"].asks["vote"] == {"n": 8}
     assert flags["vllm"]["num-gpu-blocks-override"] * flags["vllm"]["block-size"] == 20_000
     assert flags["sglang"]["max-total-tokens"] == 20_000
     assert flags["transformers"]["cb-num-blocks"] * flags["transformers"]["cb-block-size"] == 20_000
     assert peers.llama_server(PLACE).flags["ctx-size"] == 4 * 4096
+    assert peers.llama_server(PLACE).flags["cache-type-v"] == "f32" and peers.llama_cpp(PLACE, [2]).flags["type_k"] == 0
     words = tables["vllm"].arguments(1234)
     assert words[words.index("--port") :][:2] == ["--port", "1234"] and "None" not in words and "True" not in words
 
@@ -217,6 +221,9 @@ def test_a_reply_is_put_together_and_counted() -> None:
     with answering(WORDS) as url:
         (told,) = send(url, Ask("p", 1, 3, forced=True)).replies
     assert (told.text, told.tokens, told.cached) == ("one two three", 3, None)
+    cut = {"choices": [{"text": " four", "finish_reason": "length"}]}
+    with answering([*WORDS, cut]) as url:  # text alone may be written in another number of tokens
+        assert send(url, Ask("p", 1, 9)).replies[0].tokens == 9
     with answering([*WORDS, USAGE]) as url:
         (told,) = send(url, Ask("p", 1, 9)).replies
     assert (told.tokens, told.cached) == (4, 9) and 0 < told.first_s <= told.seconds
@@ -228,6 +235,42 @@ def test_a_reply_is_put_together_and_counted() -> None:
 def test_unequal_work_and_failures_get_no_number(events: list[dict[str, Any]], why: str) -> None:
     with answering(events) as url, pytest.raises(ThinkfoldError, match=why):
         send(url, Ask("p", 1, 3, forced=True))
+
+
+def test_work_that_takes_too_long_is_given_up() -> None:
+    async def run() -> None:
+        async def never_answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()  # until the client has gone
+            writer.close()
+
+        server = await asyncio.start_server(never_answers, "127.0.0.1", 0)
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", Peer("json", [], {}), len)
+        with pytest.raises(OutOfTime, match=r"took longer than 0\.5 s"):
+            await client.run([partial(engines._once, Ask("p", 1, 3))], 1, limit=0.5)
+        await client.close()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_left_when_time_has_run_out_is_asked_of_a_new_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    @contextmanager
+    def served(*_: Any) -> Iterator[str]:
+        started.append([])
+        yield "url"
+
+    async def ask_all(url: str, peer: Peer, names: list[str], *_: Any) -> list[tuple[str, Any]]:
+        started[-1] += names
+        return [(names[0], "took longer than 1 s")] if len(started) == 1 else [(name, {"n": 1}) for name in names]
+
+    monkeypatch.setattr(engines.peers, "served", served)
+    monkeypatch.setattr(engines, "ask_all", ask_all)
+    args = engines.parse(["--workload", "agents", "--workload", "maths", "--workload", "chains"])
+    _, found = engines.measure("json", lambda: Peer("httpx", ["-c", ""], {}), args, None, None)
+    assert started == [["agents", "maths", "chains"], ["maths", "chains"]]
+    assert found == [("agents", "took longer than 1 s"), ("maths", {"n": 1}), ("chains", {"n": 1})]
 
 
 def test_a_server_that_is_gone_is_an_error() -> None:

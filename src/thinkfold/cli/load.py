@@ -20,6 +20,10 @@ WATCH_S = 0.25  # between two looks at the server's metrics
 PATIENCE_S = 1800.0  # that a reply may take
 
 
+class OutOfTime(ThinkfoldError):
+    """A load that was given up; the server may still be at it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. `known` tokens at its beginning were part of an earlier prompt of the same workload.
@@ -60,17 +64,21 @@ class Run:
 
 
 class Client:
-    """Sends completions to one server and counts tokens with the model's own tokenizer, alike for every engine."""
+    """Sends completions to one server; tokens are its usage, or else reckoned alike for every engine.
+
+    A reply that was cut at its length has so many, another one as many as the model's own tokenizer makes of its text.
+    """
 
     def __init__(self, url: str, peer: Peer, count: Callable[[str], int]) -> None:
         self._url, self._peer, self._count = url, peer, count
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits)
 
-    async def run(self, sessions: Sequence[Session], clients: int) -> Run:
+    async def run(self, sessions: Sequence[Session], clients: int, limit: float = PATIENCE_S) -> Run:
         """So many sessions at a time, each asking as soon as its last reply is there, until all are through.
 
-        Raises ThinkfoldError where a request fails: a rate over work that was not done says nothing.
+        Raises ThinkfoldError where a request fails: a rate over work that was not done says nothing; and OutOfTime
+        after `limit` seconds.
         """
         replies: list[Reply] = []
         waiting = iter(sessions)
@@ -83,11 +91,13 @@ class Client:
                 await self._session(session(), replies)
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.timeout(limit), asyncio.TaskGroup() as group:
                 for _ in range(clients):
                     group.create_task(client())
         except* (ThinkfoldError, httpx.HTTPError) as errors:
             raise ThinkfoldError(f"a request failed: {errors.exceptions[0]!r}") from errors
+        except* TimeoutError as errors:
+            raise OutOfTime(f"took longer than {limit:g} s") from errors
         finally:
             seconds = time.perf_counter() - started
             watching.cancel()
@@ -112,9 +122,9 @@ class Client:
     async def send(self, ask: Ask) -> Reply:
         """Stream one completion. Raises ThinkfoldError for a refusal, an error in the stream, or unequal work."""
         body = {"model": self._peer.model_name, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True}
-        body |= {"temperature": 0.0, "stream_options": {"include_usage": True}}
+        body |= {"stream_options": {"include_usage": True}, **self._peer.asks}
         body |= self._peer.forced if ask.forced else {}
-        started, first, usage, parts = time.perf_counter(), None, None, list[str]()
+        started, first, usage, cut, parts = time.perf_counter(), None, None, False, list[str]()
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise ThinkfoldError(f"HTTP {answer.status_code}: {(await answer.aread())[:300]!r}")
@@ -125,8 +135,9 @@ class Client:
                     if news and first is None:
                         first = time.perf_counter() - started
                     parts.append(news)
+                    cut |= choice.get("finish_reason") == "length"
         seconds, text = time.perf_counter() - started, "".join(parts)
-        tokens = usage["completion_tokens"] if usage else self._count(text)
+        tokens = usage["completion_tokens"] if usage else ask.max_tokens if cut else self._count(text)
         if ask.forced and tokens != ask.max_tokens:
             raise ThinkfoldError(f"made {tokens} tokens where {ask.max_tokens} were asked for")
         return Reply(ask, seconds, seconds if first is None else first, text, tokens, _cached(usage))

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from thinkfold.errors import ThinkfoldError
 
 HOST = "127.0.0.1"
 NAME = "bench"  # what every engine calls the model
+VOTES = 8  # samples of a vote, at most
+GGML_TYPES = {"float32": ("f32", 0), "float16": ("f16", 1), "bfloat16": ("bf16", 30)}  # llama.cpp's names of dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,14 @@ class Peer:
     """One engine: the module that it needs, the arguments that start it, and the names of its gauges.
 
     `words` are what follows the interpreter. `kv_use` names a gauge of the share of KV memory in use, None where the
-    engine has none; `forced` are the fields of a request that make it run to `max_tokens`.
+    engine has none; `asks` are fields of every request, `forced` those that make it run to `max_tokens`.
     """
 
     module: str
     words: Sequence[str]
     flags: Mapping[str, Any]
     kv_use: str | None = None
+    asks: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     forced: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     environment: Mapping[str, str] = field(default_factory=dict)
     model_name: str = NAME
@@ -81,9 +84,15 @@ def thinkfold(place: Place, **flags: Any) -> Peer:
         "max-num-seqs": place.slots,
         "max-waiting": 100_000,
         "kv-cache-bytes": int(place.pages(16) * 16 * place.token_bytes),
+        "default-thinking-budget": -1,
         **flags,
     }
     return Peer("thinkfold", ["-m", "thinkfold", "serve", str(place.model)], own, "thinkfold_kv_use")
+
+
+def thinkfold_vote(place: Place) -> Peer:
+    """`thinkfold serve`, asked for the answer that most of several samples have."""
+    return replace(thinkfold(place), asks={"vote": {"n": VOTES}, "temperature": 0.7, "seed": 0})
 
 
 def vllm(place: Place) -> Peer:
@@ -145,6 +154,7 @@ def llama_cpp(place: Place, eos: Sequence[int]) -> Peer:
         raise ThinkfoldError("needs the model as a GGUF file (--gguf)")
     flags = {"model": place.gguf, "model_alias": NAME, "n_ctx": place.max_len, "interrupt_requests": False}
     flags |= {"n_threads": len(os.sched_getaffinity(0)), "n_gpu_layers": 0 if place.device == "cpu" else -1}
+    flags |= dict.fromkeys(("type_k", "type_v"), GGML_TYPES[place.dtype][1])
     never = {"logit_bias": {str(token): -100 for token in eos}}
     return Peer("llama_cpp", ["-m", "llama_cpp.server"], flags, forced=never)
 
@@ -156,6 +166,7 @@ def llama_server(place: Place) -> Peer:
     slots = max(1, min(place.slots, place.pool_tokens // place.max_len))
     flags = {"model": place.gguf, "alias": NAME, "ctx-size": slots * place.max_len, "parallel": slots}
     flags |= {"n-gpu-layers": 0 if place.device == "cpu" else 999}
+    flags |= dict.fromkeys(("cache-type-k", "cache-type-v"), GGML_TYPES[place.dtype][0])
     return Peer("llama-server", [], flags)
 
 
@@ -164,6 +175,8 @@ def engines(place: Place, eos: Sequence[int]) -> dict[str, Any]:
     return {
         "thinkfold": lambda: thinkfold(place),
         "thinkfold-eager": lambda: thinkfold(place, **{"fold-policy": "eager"}),
+        "thinkfold-stop": lambda: thinkfold(place, **{"early-stop": "balanced"}),
+        "thinkfold-vote": lambda: thinkfold_vote(place),
         "vllm": lambda: vllm(place),
         "sglang": lambda: sglang(place),
         "transformers": lambda: transformers(place),
