@@ -177,13 +177,14 @@ def metrics(run: Run, slo_ttft: float, slo_tpot: float, kv_share: float) -> dict
         "n": len(replies),
         "p50_s": percentile([reply.seconds for reply in replies], 0.5),
         "p99_s": percentile([reply.seconds for reply in replies], 0.99),
-        "ttft_s": median(reply.first_s for reply in replies),
         "requests_per_s": len(replies) / run.seconds,
         "output_tokens_per_s": tokens / run.seconds,
         "output_tokens_mean": tokens / len(replies),
         "goodput": good / run.seconds,
         "seconds": run.seconds,
     }
+    if any(reply.first_s < reply.seconds for reply in replies):  # it streams
+        found["ttft_s"] = median(reply.first_s for reply in replies)
     if run.kv_use_peak is not None:
         found |= {"kv_use_peak": run.kv_use_peak, "kv_session_bytes": run.kv_use_peak * kv_share}
     told = [reply for reply in replies if reply.cached is not None]

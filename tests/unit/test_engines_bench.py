@@ -182,9 +182,12 @@ def answering(events: list[dict[str, Any]]) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
             self.end_headers()
+            if not asked.get("stream"):
+                self.wfile.write(json.dumps(events[0]).encode())
+                return
             for event in events:
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             self.wfile.write(b"data: [DONE]\n\n")
@@ -202,9 +205,9 @@ def answering(events: list[dict[str, Any]]) -> Iterator[str]:
         server.server_close()
 
 
-def send(url: str, ask: Ask) -> Run:
+def send(url: str, ask: Ask, streams: bool = True) -> Run:
     async def run() -> Run:
-        client = Client(url, Peer("json", [], {}), lambda text: len(text.split()))
+        client = Client(url, Peer("json", [], {}, streams=streams), lambda text: len(text.split()))
         try:
             return await client.run([partial(engines._once, ask)], 2)
         finally:
@@ -227,6 +230,14 @@ def test_a_reply_is_put_together_and_counted() -> None:
     with answering([*WORDS, USAGE]) as url:
         (told,) = send(url, Ask("p", 1, 9)).replies
     assert (told.tokens, told.cached) == (4, 9) and 0 < told.first_s <= told.seconds
+
+
+def test_who_does_not_stream_tells_no_first_text() -> None:
+    whole = {"choices": [{"text": "one two", "finish_reason": "stop"}], "usage": {"completion_tokens": 4}}
+    with answering([whole]) as url:
+        run = send(url, Ask("p", 1, 9), streams=False)
+    assert (run.replies[0].text, run.replies[0].tokens) == ("one two", 4)
+    assert "ttft_s" not in engines.metrics(run, 2.0, 0.2, 1e6)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one: seconds from sending to the first text and to the end; None for what was not told."""
+    """What came of one: seconds from sending to the first text and to the end; None for what was not told.
+
+    Of an engine that does not stream the first text comes at the end.
+    """
 
     ask: Ask
     seconds: float
@@ -120,19 +123,19 @@ class Client:
                     return
 
     async def send(self, ask: Ask) -> Reply:
-        """Stream one completion. Raises ThinkfoldError for a refusal, an error in the stream, or unequal work."""
-        body = {"model": self._peer.model_name, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": True}
-        body |= {"stream_options": {"include_usage": True}, **self._peer.asks}
+        """One completion. Raises ThinkfoldError for a refusal, an error in the stream, or unequal work."""
+        body = {"model": self._peer.model_name, "prompt": ask.prompt, "max_tokens": ask.max_tokens, **self._peer.asks}
+        body |= {"stream": True, "stream_options": {"include_usage": True}} if self._peer.streams else {}
         body |= self._peer.forced if ask.forced else {}
         started, first, usage, cut, parts = time.perf_counter(), None, None, False, list[str]()
         async with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise ThinkfoldError(f"HTTP {answer.status_code}: {(await answer.aread())[:300]!r}")
-            async for event in _events(answer):
+            async for event in _events(answer) if self._peer.streams else _whole(answer):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices", ()):
                     news = (choice.get("reasoning") or "") + (choice.get("text") or "")
-                    if news and first is None:
+                    if news and first is None and self._peer.streams:
                         first = time.perf_counter() - started
                     parts.append(news)
                     cut |= choice.get("finish_reason") == "length"
@@ -149,6 +152,11 @@ class Client:
                 told = gauge((await self._http.get("/metrics")).text, self._peer.kv_use)
                 seen += [] if told is None else [told]
             await asyncio.sleep(WATCH_S)
+
+
+async def _whole(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """A reply that was not streamed, as one event."""
+    yield json.loads(await answer.aread())
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:

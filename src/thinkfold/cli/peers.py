@@ -63,6 +63,7 @@ class Peer:
     forced: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     environment: Mapping[str, str] = field(default_factory=dict)
     model_name: str = NAME
+    streams: bool = True
 
     def arguments(self, port: int) -> list[str]:
         """The whole command behind the interpreter. A flag of True stands alone, one of None is left out."""
@@ -149,14 +150,18 @@ def transformers(place: Place) -> Peer:
 
 
 def llama_cpp(place: Place, eos: Sequence[int]) -> Peer:
-    """llama.cpp through its Python server, which answers one request at a time."""
+    """llama.cpp through its Python server, which answers one request at a time.
+
+    Streaming, it writes all text of a reply anew for each token (0.5 s a token at 1,024 tokens), so it does not stream.
+    """
     if place.gguf is None:
         raise ThinkfoldError("needs the model as a GGUF file (--gguf)")
     flags = {"model": place.gguf, "model_alias": NAME, "n_ctx": place.max_len, "interrupt_requests": False}
     flags |= {"n_threads": len(os.sched_getaffinity(0)), "n_gpu_layers": 0 if place.device == "cpu" else -1}
     flags |= dict.fromkeys(("type_k", "type_v"), GGML_TYPES[place.dtype][1])
     never = {"logit_bias": {str(token): -100 for token in eos}}
-    return Peer("llama_cpp", ["-m", "llama_cpp.server"], flags, forced=never)
+    patient = {"OMP_WAIT_POLICY": "passive"}  # threads that spin keep the server's and the client's from running
+    return Peer("llama_cpp", ["-m", "llama_cpp.server"], flags, forced=never, environment=patient, streams=False)
 
 
 def llama_server(place: Place) -> Peer:
