@@ -33,10 +33,10 @@ def build_core(config: EngineConfig, start: Start | None = None) -> tuple[Engine
     family = language.family
     ends = {"end_marker_id": family.end_token_id if family else None, "eos_token_ids": language.vocabulary.eos_ids}
     if config.tensor_parallel_size == 1:
-        return _core(config, language, ModelRunner(config, **ends))
+        return wire_core(config, language, ModelRunner(config, **ends))
     runner, ranked = start_ranks(config, start, **ends)
     try:
-        core, model = _core(config, language, runner, ranked)
+        core, model = wire_core(config, language, runner, ranked)
     except BaseException:
         ranked.close()
         raise
@@ -44,7 +44,7 @@ def build_core(config: EngineConfig, start: Start | None = None) -> tuple[Engine
     return core, model
 
 
-def _core(
+def wire_core(
     config: EngineConfig, language: Language, runner: ModelRunner, device: Runner | None = None
 ) -> tuple[EngineCore, ModelInfo]:
     """The core of a runner; it steps what is behind it as `device`, the runner itself if that is None."""
