@@ -181,15 +181,17 @@ class QueryStore:
 
 
 def _add(kept: _Kept, row: BatchRow) -> list[tuple[int, int]]:
-    """Make room for a row's positions and say where they go, (position, line)."""
-    start, end = row.position, row.position + row.num_tokens
+    """Where a row's positions go, (position, line). What is not wanted any more stays until its room is needed."""
+    start, end, again = row.position, row.position + row.num_tokens, row.position < kept.next
     kept.first, kept.next = row.queries_from, end
-    # The one token of a row may be discarded: what it would drive out stays until the next row.
-    sure = start if row.num_tokens == 1 else end
-    for position in [p for p in kept.lines if p >= start or not _is_wanted(p, sure, kept.first)]:
-        kept.free.append(kept.lines.pop(position))
+    wanted = _wanted(max(start, kept.first), end, kept.first)
+    if again or len(wanted) > len(kept.free):
+        # The one token of a row may be discarded: what it would drive out stays until the next row.
+        sure = start if row.num_tokens == 1 else end
+        for position in [p for p in kept.lines if p >= start or not _is_wanted(p, sure, kept.first)]:
+            kept.free.append(kept.lines.pop(position))
     new = []
-    for position in _wanted(max(start, kept.first), end, kept.first):
+    for position in wanted:
         kept.lines[position] = line = kept.free.pop()
         new.append((position, line))
     return new
@@ -203,6 +205,8 @@ def _is_wanted(position: int, now: int, first: int) -> bool:
 
 def _wanted(start: int, end: int, first: int) -> list[int]:
     """The positions in `[start, end)` that are kept at `end`; `first <= start`."""
+    if end - start == 1:
+        return [start] if _is_wanted(start, end, first) else []
     newest = max(start, end - LATE * LATE_STRIDE)
     late = range(newest + -newest % LATE_STRIDE, end, LATE_STRIDE)
     stride = _past_stride(end - first)
@@ -211,11 +215,8 @@ def _wanted(start: int, end: int, first: int) -> list[int]:
 
 
 def _past_stride(length: int) -> int:
-    """The stride at which at most `PAST` positions lie in a past of that many tokens."""
-    stride = LATE_STRIDE
-    while length > stride * PAST:
-        stride *= 2
-    return stride
+    """The stride at which at most `PAST` positions lie in a past of so many tokens: `LATE_STRIDE`, doubled as often."""
+    return LATE_STRIDE << ((length - 1) // (LATE_STRIDE * PAST)).bit_length()
 
 
 def _lines(slot: int) -> slice:
