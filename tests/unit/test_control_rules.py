@@ -264,6 +264,15 @@ def test_the_period_of_a_tail(piece: list[int], repeats: int, before: list[int])
     assert tokens[-4 * period :] == tokens[-period:] * 4
 
 
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=24), st.integers(2, 4), st.integers(1, 12))
+def test_the_period_of_a_tail_is_the_shortest(tokens: list[int], repeats: int, least: int) -> None:
+    def holds(period: int) -> bool:
+        length = max(least, repeats * period)
+        return length <= len(tokens) and tokens[-length:-period] == tokens[len(tokens) - length + period :]
+
+    assert tail_period(tokens, repeats, least) == next(filter(holds, range(1, len(tokens))), None)
+
+
 def test_no_period_in_three_repeats() -> None:
     assert tail_period([0, *[1, 2, 3] * 3], 4, 4) is None
 

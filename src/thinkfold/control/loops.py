@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import eq
 
 from thinkfold.control.facts import Facts
 from thinkfold.control.rule import EndThinking, Observation, Wrote
@@ -20,25 +22,19 @@ class LoopRule:
     def decide(self, seen: Observation, facts: Facts) -> EndThinking | None:
         if not isinstance(seen, Wrote) or len(facts.recent) < self.min_tokens:
             return None
-        period = tail_period(list(facts.recent), self.min_repeats, self.min_tokens)
+        period = tail_period(facts.recent, self.min_repeats, self.min_tokens)
         return None if period is None else EndThinking(self.name, f"the last {period} tokens repeat")
 
 
 def tail_period(tokens: Sequence[int], min_repeats: int, min_tokens: int) -> int | None:
     """The shortest period of the end of `tokens` that holds for enough repeats and tokens; None without one.
 
-    Prefix function of the reversed tokens (Knuth, Morris, Pratt 1977): linear.
+    Each place of the last token is compared with the end until they differ, which most do within a few tokens.
     """
-    backwards = tokens[::-1]
-    borders = [0] * len(backwards)
-    best: int | None = None
-    for index in range(1, len(backwards)):
-        border = borders[index - 1]
-        while border and backwards[index] != backwards[border]:
-            border = borders[border - 1]
-        borders[index] = border + (backwards[index] == backwards[border])
-        length = index + 1
-        period = length - borders[index]
-        if length >= min_tokens and length >= min_repeats * period and (best is None or period < best):
-            best = period
-    return best
+    backwards = list(reversed(tokens))
+    last, most = backwards[0], len(backwards) // min_repeats
+    for period in [place for place, token in enumerate(backwards[: most + 1]) if token == last and place]:
+        length = max(min_tokens, min_repeats * period)
+        if length <= len(backwards) and all(map(eq, islice(backwards, period, length), backwards)):
+            return period
+    return None

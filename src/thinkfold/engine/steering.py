@@ -142,7 +142,10 @@ class Steering:
             choice = self._choices.get(news.index)
             if choice is None or news.restart is not None:
                 choice = self._choices[news.index] = _Choice(news.index, self._rules())
-            self._take(choice, news)
+            for seen in choice.observer.read(news):
+                self._inbox.put_nowait((choice, seen))
+            if self._params.shadow:
+                self._keep(choice, news)
 
     def close(self) -> None:
         """Nothing more will be observed. In shadow mode verdicts are still reached, in the background."""
@@ -157,14 +160,12 @@ class Steering:
         off = self._steersman.board.switched_off(self._steersman.model, self._params.task or "")
         return EarlyStopping(self._params, self._guards, switched_off=off, equality=self._steersman.equality())
 
-    def _take(self, choice: _Choice, news: CompletionOutput) -> None:
-        for seen in choice.observer.read(news):
-            self._inbox.put_nowait((choice, seen))
+    def _keep(self, choice: _Choice, news: CompletionOutput) -> None:
+        """Shadow mode: what the choice has written, for the verdict at its end."""
         choice.thinking_tokens = news.num_thinking_tokens
-        if self._params.shadow:
-            choice.reply.append(news.text)
-            if news.finish_reason is not None and not news.discarded:
-                self._inbox.put_nowait((choice, None))
+        choice.reply.append(news.text)
+        if news.finish_reason is not None and not news.discarded:
+            self._inbox.put_nowait((choice, None))
 
     async def _work(self) -> None:
         """One observation after the other; comparing answers may take long, so it is done in a thread."""
