@@ -108,7 +108,7 @@ def test_case_12_work_and_memory_stay_bounded(count, added):
     original = automaton.step
 
     class Counting:
-        depth, match = automaton.depth, automaton.match
+        depth, match, starts = automaton.depth, automaton.match, automaton.starts
 
         def step(self, state: int, symbol: str) -> int:
             nonlocal steps

@@ -6,7 +6,7 @@ Plain Python, O(1) a token. Knows nothing about memory, batches or the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from thinkfold.control.closing import Closing, Forced
 from thinkfold.control.grammar import AnswerGrammar
@@ -22,8 +22,7 @@ from thinkfold.thinking.tracker import PlainTracker, Tracker
 from thinkfold.types import Boundary, CompletionOutput, EngineRequest, FinishReason, Phase, ThinkingEndReason
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What became of one sampled token.
 
     `token_id` is the token that counts (it may replace the sampled one), `inject` follows it
@@ -189,8 +188,7 @@ class BranchControl:
         stops_here = not thinking or self._sampling.stop_in_thinking
         if token_id in self._sampling.stop_token_ids and not muted and stops_here:
             return self._stop_at(token_id, reason=token_id)
-        self._account(token_id, silent=self._is_eos(token_id))
-        turned = thinking is not (self.phase is Phase.THINKING)
+        turned = self._account(token_id, silent=self._is_eos(token_id))
         self._silent = turned or self._tracker.at_marker or self._tracker.stripping or token_id in self._unprinted
         inject = self._inject_due()
         redraw = self._grammar is not None and thinking and turned
@@ -293,9 +291,10 @@ class BranchControl:
 
     def _inject_due(self) -> tuple[int, ...]:
         """Close thinking if somebody asked for it or its budget is spent, or nearly spent at a sentence's end."""
-        if self._finish is not None or self.phase is not Phase.THINKING:
+        used = self._used
+        if self._finish is not None or not self._closing.may_bind(used) or self.phase is not Phase.THINKING:
             return ()
-        due = self._closing.due(self._used, at_boundary=self._tracker.at_boundary, pending=self._tracker.pending)
+        due = self._closing.due(used, at_boundary=self._tracker.at_boundary, pending=self._tracker.pending)
         if due is None:
             return ()
         words, cause = due
@@ -329,8 +328,8 @@ class BranchControl:
             self.forced.append(Forced(start, start + len(done), cause, closing))
         return tuple(done)
 
-    def _account(self, token_id: int, *, silent: bool) -> None:
-        """One more output token: parse, match stops, count."""
+    def _account(self, token_id: int, *, silent: bool) -> bool:
+        """One more output token: parse, match stops, count. Whether the phase has changed."""
         before = self.phase
         muted = self.num_output_tokens < self._sampling.min_tokens
         pieces = self._tracker.push(token_id, silent=silent)
@@ -338,13 +337,14 @@ class BranchControl:
         self._newest = self._finder.push(token_id)
         self._outbox.boundaries += self._newest
         self._take_segments()
-        if before is Phase.THINKING and self.phase is Phase.ANSWER:
+        turned = before is not self.phase
+        if turned and before is Phase.THINKING:
             self._thinking_end = self._end_cause
             self.answer_start = self.num_output_tokens
             if self._grammar is not None:
                 self._grammar.thinking_ended()
         matched = self._write(pieces, muted=muted)
-        if before is not self.phase:
+        if turned:
             self._flush_stops(before)
         if matched:
             self._stop_reason = matched
@@ -353,9 +353,12 @@ class BranchControl:
             if self._forcing:
                 self._tracker.drop_held()  # max_tokens cuts the forced marker: it is not printed
             self.finish(FinishReason.LENGTH)
+        return turned
 
     def _take_segments(self) -> None:
         segments = self._tracker.take_segments()
+        if not segments:
+            return
         self._outbox.segments += segments
         self.segment_ends += [segment.end for segment in segments]
         found = [Boundary("segment", segment.end) for segment in segments]

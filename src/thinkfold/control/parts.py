@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from thinkfold.control.branch import BranchControl, Verdict
@@ -33,13 +32,14 @@ class PartControl(BranchControl):
         verdict = super().accept(token_id)
         if self._finish is None and self._until is not None and self._part_is_over(self._until):
             self._finish, self._outbox.changed = FinishReason.BOUNDARY, True
-            return replace(verdict, finish=self._finish)
+            return verdict._replace(finish=self._finish)
         return verdict
 
     def must_wait(self, inflight: int) -> bool:
         most = None if self._until is None else self._until.max_tokens
-        over = most is not None and self.num_output_tokens + inflight - self._part_start >= most
-        return (over and inflight > 0) or super().must_wait(inflight)
+        if most is not None and inflight and self.num_output_tokens + inflight - self._part_start >= most:
+            return True
+        return super().must_wait(inflight)
 
     def fork(self, index: int, until: Until | None = None) -> PartControl:
         """A control that goes on from here as choice `index`, and ends its part at `until`."""

@@ -24,6 +24,9 @@ class CostMeter:
         branch thinks, answer after that; paused while all are. Pages shared by a fork are charged once.
         """
         costs = self.costs
+        if branches and not branches[0].highest_computed and _wait(branches):
+            costs.queue_s += seconds
+            return
         pages = raw = running = 0
         summaries = 0.0
         paused, queued, prefilling, thinking = bool(branches), True, True, False
@@ -72,8 +75,17 @@ class CostMeter:
         costs.thinking_tokens = thinking
         costs.answer_tokens = output - thinking
         costs.injected_tokens = injected
-        costs.recomputed_tokens = sum(b.recomputed_tokens for b in branches)
-        costs.preemptions = sum(b.preemptions for b in branches)
-        costs.swapped_bytes = round(sum(b.swapped_pages for b in branches) * self._page_bytes)
-        costs.computed_prompt_tokens = sum(b.computed_prompt_tokens for b in branches)
+        costs.recomputed_tokens = costs.preemptions = costs.computed_prompt_tokens = 0
+        swapped = 0.0
+        for branch in branches:
+            costs.recomputed_tokens += branch.recomputed_tokens
+            costs.preemptions += branch.preemptions
+            costs.computed_prompt_tokens += branch.computed_prompt_tokens
+            swapped += branch.swapped_pages
+        costs.swapped_bytes = round(swapped * self._page_bytes)
         return costs
+
+
+def _wait(branches: Sequence[Branch]) -> bool:
+    """Whether all of them wait for their first step: then they hold nothing."""
+    return all(b.highest_computed == 0 and b.status is not BranchStatus.PAUSED for b in branches)

@@ -42,10 +42,12 @@ class Running:
 
     def bill(self) -> Costs:
         """Its costs with the tokens until now; what was cancelled without its text is not among them."""
-        kept = [(c, b) for c, b in zip(self.controls, self.before, strict=True) if not c.discarded]
-        thinking = sum(control.num_thinking_tokens - before[0] for control, before in kept)
-        output = sum(control.num_output_tokens - before[1] for control, before in kept)
-        injected = sum(control.num_injected_tokens - before[2] for control, before in kept)
+        thinking = output = injected = 0
+        for control, before in zip(self.controls, self.before, strict=True):
+            if not control.discarded:
+                thinking += control.num_thinking_tokens - before[0]
+                output += control.num_output_tokens - before[1]
+                injected += control.num_injected_tokens - before[2]
         return self.meter.count_tokens(self.branches, thinking, output, injected)
 
     @property

@@ -122,12 +122,12 @@ class FoldPlanner:
     def to_prepare(self, position: int) -> Span | None:
         """A span whose time has come when the token at `position` is computed next."""
         closed = self._book.closed
-        return closed[0] if self._num_timed() and closed[0].due <= position else None
+        return closed[0] if closed and closed[0].due <= position and self._num_timed() else None
 
     def to_commit(self, position: int) -> Span | None:
         """A prepared span whose turn it is; `error` is None while its estimate is still to come."""
-        ready = (s for s in self._book.prepared if s.commit_at <= position)
-        return min(ready, key=lambda span: span.start, default=None)
+        ready = [s for s in self._book.prepared if s.commit_at <= position]
+        return min(ready, key=lambda span: span.start) if ready else None
 
     def next_event(self, position: int) -> int | None:
         """The next position after `position` at which something is due: a row must end there."""

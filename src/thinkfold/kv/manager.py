@@ -122,8 +122,7 @@ class KVManager:
 
     def pages_needed(self, table: PageTable, new_entries: int) -> int:
         """Pages that `allocate` would take, a copy-on-write included."""
-        missing = self.pages_for(table.kv_len + new_entries) - len(table.pages)
-        return max(0, missing) + (1 if self._must_copy(table) else 0)
+        return self._pages_missing(table, new_entries) + self._must_copy(table)
 
     def allocate(self, table: PageTable, new_entries: int, page_class: PageClass) -> bool:
         """Make room for `new_entries` more entries; all or nothing.
@@ -131,11 +130,10 @@ class KVManager:
         A partly filled last page that somebody else holds too is copied first.
         """
         assert not table.swapped, "a branch on the host cannot grow"
-        copies = self._must_copy(table)
-        needed = self.pages_needed(table, new_entries)
+        copies, index = self._must_copy(table), table.kv_len // self.page_size
+        needed = self._pages_missing(table, new_entries) + copies
         if needed and not self._room.make(needed):
             return False
-        index = table.kv_len // self.page_size
         table.shared = min(table.shared, index)  # a page written to is the table's own
         if copies:
             source, target = table.pages[index], self._pool.allocate(page_class)
@@ -359,6 +357,9 @@ class KVManager:
         for page, place in zip(pages, places, strict=True):
             self._work.page_out(page, place)
         return places
+
+    def _pages_missing(self, table: PageTable, new_entries: int) -> int:
+        return max(0, -(-(table.kv_len + new_entries) // self.page_size) - len(table.pages))
 
     def _must_copy(self, table: PageTable) -> bool:
         index, offset = divmod(table.kv_len, self.page_size)

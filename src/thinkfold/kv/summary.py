@@ -19,16 +19,15 @@ class SummaryTable:
     blocks: list[list[int]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     share: float = 1.0
+    mean_entries: float = field(init=False)  # raw entries a head that would take as much memory, over all heads
+
+    def __post_init__(self) -> None:
+        self.mean_entries = self.share * sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
 
     def upto(self, lengths: list[int], page_size: int) -> SummaryTable:
         """The first `lengths` entries of each head: what the first folds left. Empty: nothing."""
         blocks = [held[: -(-n // page_size)] for held, n in zip(self.blocks, lengths, strict=False)]
         return SummaryTable(blocks, lengths, self.share)
-
-    @property
-    def mean_entries(self) -> float:
-        """Raw entries a head that would take as much memory, mean over layers and heads."""
-        return self.share * sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,13 +76,11 @@ class Branch:
     lineage: frozenset[str] = frozenset()  # handles whose state it shares
     stream: int | None = None  # see `random_stream`; None is the choice's own
     children: list[Branch] = field(default_factory=list)  # forked when the prompt is computed
+    num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.table.session = self.request.service.session
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def random_stream(self) -> int:
@@ -101,11 +99,14 @@ class Branch:
     def advance(self, count: int) -> None:
         """The next `count` tokens are launched."""
         start = self.num_computed_tokens
-        self.num_computed_tokens += count
+        self.num_computed_tokens = end = start + count
         self.table.kv_len += count
-        self.recomputed_tokens += max(0, min(self.num_computed_tokens, self.highest_computed) - start)
-        self.highest_computed = max(self.highest_computed, self.num_computed_tokens)
-        self.computed_prompt_tokens += max(0, min(self.num_computed_tokens, self.num_prompt_tokens) - start)
+        if start < self.highest_computed:
+            self.recomputed_tokens += min(end, self.highest_computed) - start
+        if end > self.highest_computed:
+            self.highest_computed = end
+        if start < self.num_prompt_tokens:
+            self.computed_prompt_tokens += min(end, self.num_prompt_tokens) - start
 
     def waiting_children(self) -> list[Branch]:
         """Children that still wait for this trunk's prompt."""

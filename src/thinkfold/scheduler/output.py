@@ -50,10 +50,10 @@ class BatchRow:
     samples: list[SampleRow] = field(default_factory=list)
     keep_queries: bool = False
     queries_from: int = 0
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return 1 if self.from_slot else len(self.token_ids)
+    def __post_init__(self) -> None:
+        self.num_tokens = 1 if self.from_slot else len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ nor tensors.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterator
 
@@ -114,9 +114,9 @@ class Scheduler:
         self._planned = Launched(self._step)
         self._ladder.watch(self._in_plan)
         self.tiers.observe(self._step)
-        turns = sorted(self.running, key=lambda b: b.order < self._turn)
-        self._turn = 0
-        for branch in turns:
+        turn, self._turn = self._turn, 0
+        first = bisect_left(self.running, turn, key=lambda b: b.order) if turn else 0
+        for branch in self.running[first:] + self.running[:first]:
             if budget == 0:
                 self._turn = branch.order  # who finds nothing left comes first in the next step
                 break
@@ -251,7 +251,7 @@ class Scheduler:
     def _row_length(self, branch: Branch, budget: int) -> int:
         """Tokens of the branch's next row: a row ends where a fold is due."""
         count = self.tiers.bound(branch, min(branch.num_remaining, budget))
-        event = branch.folding.next_event(branch.num_computed_tokens) if branch.folding else None
+        event = branch.folding.next_event(branch.num_computed_tokens) if branch.folding and count > 1 else None
         return count if event is None else min(count, event - branch.num_computed_tokens)
 
     def _admit(self, branch: Branch, budget: int) -> BatchRow | None:

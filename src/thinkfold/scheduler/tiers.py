@@ -87,6 +87,8 @@ class TierShares:
 
     def bound(self, branch: Branch, count: int) -> int:
         """How many of the branch's next `count` tokens its tier's quota has room for; those of its last page count."""
+        if branch.request.tier.kv_quota >= 1.0:
+            return count
         needed = self._kv.pages_needed(branch.table, count)
         room = self._room(branch) if needed else None  # what a tier holds is a sum over all its branches
         if room is None or needed <= room:

@@ -17,10 +17,11 @@ class Automaton(Generic[Symbol]):
     """Immutable after building. State 0 is the start; a step costs O(1) amortised.
 
     `depth[state]` is the length of the longest suffix read that begins a pattern;
-    `match[state]` is the index of the longest pattern that ends here, or -1.
+    `match[state]` is the index of the longest pattern that ends here, or -1. `starts` are the
+    symbols with which a pattern begins.
     """
 
-    __slots__ = ("_fail", "_next", "depth", "match", "patterns")
+    __slots__ = ("_fail", "_next", "depth", "match", "patterns", "starts")
 
     def __init__(self, patterns: Iterable[Sequence[Symbol]]) -> None:
         self.patterns = tuple(patterns)
@@ -31,6 +32,7 @@ class Automaton(Generic[Symbol]):
         for index, pattern in enumerate(self.patterns):
             self._insert(index, pattern)
         self._link()
+        self.starts = frozenset(self._next[0])
 
     def _insert(self, index: int, pattern: Sequence[Symbol]) -> None:
         state = 0

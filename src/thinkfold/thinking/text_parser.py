@@ -109,6 +109,10 @@ class ThinkTextParser:
         """Read to the next marker or the end of the head; returns what is still to be read."""
         table = self._tables.at(self.phase, self._head)
         automaton, state = table.automaton, self._state
+        if not (self._held or self._head) and automaton.starts.isdisjoint(text):  # most text is far from a marker
+            self._base += len(text)
+            self._print(text, pieces)
+            return ""
         depth, match = automaton.depth, automaton.match
         seen = self._held + text
         printable = 0

@@ -62,7 +62,7 @@ class Tracker:
     @property
     def at_boundary(self) -> bool:
         """True if the last token is thinking and ends a sentence or a line."""
-        return self.phase is Phase.THINKING and not self._held and self._sentences.at_end
+        return self._sentences.at_end and not self._held and self.phase is Phase.THINKING
 
     @property
     def held_ids(self) -> tuple[int, ...]:
@@ -88,9 +88,11 @@ class Tracker:
         """Read one output token; `silent` counts it without text (an end token)."""
         index = self.num_tokens
         self.num_tokens += 1
-        thinking = self.phase is Phase.THINKING
+        parser = self._parser
+        before = parser.phase
+        thinking = before is Phase.THINKING
         self.num_thinking_tokens += thinking
-        table = self._family.token_tables.at(self.phase, False)
+        table = self._family.token_tables.at(before, False)
         self._state = table.automaton.step(self._state, token_id)
         found = table.automaton.match[self._state]
         self._at_marker = found >= 0
@@ -99,8 +101,8 @@ class Tracker:
         else:
             self._held.append(token_id)
             pieces = self._release(table.automaton.depth[self._state], silent=silent)
-        if thinking and self.phase is Phase.THINKING:
-            holding = bool(self._held or self._parser.held_length)
+        if thinking and parser.phase is before:
+            holding = bool(self._held or parser.held_length)
             self._segments.push(index, token_id, self._family.vocabulary.token_bytes(token_id), holding=holding)
         return pieces
 
@@ -149,9 +151,11 @@ class Tracker:
         if parser.phase is not before:
             marker_tokens = sum(start >= parser.marker_start for start in self._token_starts)
             self._changed(marker_tokens)
-        first_held = parser.position - parser.held_length
-        if self._token_starts and (not parser.held_length or self._token_starts[0] < first_held):
-            self._token_starts = [s for s in self._token_starts if parser.held_length and s >= first_held]
+        if parser.held_length:
+            first_held = parser.position - parser.held_length
+            self._token_starts = [start for start in self._token_starts if start >= first_held]
+        else:
+            self._token_starts.clear()
         return pieces
 
     def _marker(self, action: Action, length: int, token_id: int) -> list[Piece]:
