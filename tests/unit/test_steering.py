@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 
 import pytest
 from scripted import language
@@ -12,7 +13,7 @@ from thinkfold.control.embedding import unit
 from thinkfold.control.presets import PRESETS
 from thinkfold.control.probing import Observer
 from thinkfold.control.rule import AtBoundary, BoundaryKind, Wrote
-from thinkfold.engine.steering import Steersman
+from thinkfold.engine.steering import Steering, Steersman
 from thinkfold.errors import ConflictError, UnsupportedError
 from thinkfold.types import (
     Boundary,
@@ -85,17 +86,26 @@ async def steer(
     for number in range(1, paragraphs + 1):
         end = 160 * number
         steering.observe(output(news(end, new=160, places=[("paragraph", end - 2)])))
-        for _ in range(3):
-            await asyncio.sleep(0.01)  # looks come back while the response is written
+        await until(lambda: settled(steering))  # looks come back while the response is written
     last = CompletionOutput(0, text=ending, finish_reason=FinishReason.STOP, num_thinking_tokens=160 * paragraphs)
     steering.observe(output(last, finished=True))
     steering.close()
-    for _ in range(100):
-        if not steersman._tasks:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: not steersman._tasks)
     assert not steersman._tasks, "nothing of it is left running"
     return steersman
+
+
+async def until(there: Callable[[], bool]) -> None:
+    """Let others work, however slow the machine is; a test that waits in vain ends, too."""
+    for _ in range(10_000):
+        if there():
+            return
+        await asyncio.sleep(0.001)
+
+
+def settled(steering: Steering) -> bool:
+    """Whether all that was observed is thought about, and no look is under way."""
+    return not steering._looks and (steering._worker.done() or not steering._inbox._unfinished_tasks)
 
 
 def test_a_boundary_waits_for_the_row_behind_it_and_the_strongest_counts():
@@ -202,7 +212,7 @@ async def test_a_rule_that_disagreed_too_often_is_off():
     assert steering is not None
     for number in range(1, 6):
         steering.observe(output(news(160 * number, new=160, places=[("paragraph", 160 * number - 2)])))
-        await asyncio.sleep(0.02)
+        await until(lambda: settled(steering))
     steering.close()
     assert not engine.ends
 
