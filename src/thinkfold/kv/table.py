@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from thinkfold.kv.summary import SummaryTable
 
@@ -76,6 +76,7 @@ class PageTable:
         assert len(pages) * page_size >= self.kv_len, "a table has entries without a page"
         assert len(set(pages)) == len(pages), "a table holds a page twice"
         assert [len(b) for b in blocks] == [-(-n // page_size) for n in self.summary.lengths], "blocks are off"
+        assert self.summary.mean_entries == replace(self.summary).mean_entries, "a summary has grown in place"
         assert self.published <= len(self.pages), "more pages are published than held"
         assert not self.gaps or self.published <= self.gaps[0], "pages behind a gap are published"
         assert self.shared <= len(self.pages), "more pages are shared than held"
