@@ -41,6 +41,7 @@ from thinkfold.runner.model_runner import ModelRunner
 from thinkfold.runner.ranks import GC_OBJECTS
 from thinkfold.runner.summary_tables import SummaryTables
 from thinkfold.scheduler.output import FoldCommit, FoldPrepare, StepPlan, StepResult
+from thinkfold.scheduler.simulation import percentile
 from thinkfold.types import (
     CompletionOutput,
     ControlParams,
@@ -218,7 +219,7 @@ class Parts:
         self._steps: list[dict[str, float]] = []
         self._spent: dict[str, float] = {}
         core = host.core
-        self._time(core._scheduler, "plan", "plan")
+        self._time(core.scheduler, "plan", "plan")
         self._time(host.runner, "launch", "pack")
         self._time(host.runner, "collect", "collect")
         self._time(core._ledger, "collect", "ledger")
@@ -245,8 +246,8 @@ class Parts:
         """Of the last steps, in ms."""
         kept = self._steps[-steps:]
         found = {f"{name}_ms": median(one[name] for one in kept) * 1e3 for name in kept[0]}
-        whole = sorted((one["step"] + one["tell"]) * 1e3 for one in kept)
-        return {"host_ms": median(whole), "host_mean_ms": fmean(whole), "host_p10_ms": whole[len(whole) // 10], **found}
+        whole = [(one["step"] + one["tell"]) * 1e3 for one in kept]
+        return {"host_ms": median(whole), "host_mean_ms": fmean(whole), "host_p10_ms": percentile(whole, 0.1), **found}
 
     def _time(self, owner: Any, name: str, part: str) -> None:
         body = getattr(owner, name)
@@ -311,8 +312,8 @@ async def control_case(batch: int, warm: int, steps: int, preset: str) -> dict[s
     for reader in readers:
         reader.cancel()
     await engine.stop()
-    last = {arm: sorted(spent[arm][warm // TELL :]) for arm in arms}
-    p10 = {arm: times[len(times) // 10] for arm, times in last.items()}
+    last = {arm: spent[arm][warm // TELL :] for arm in arms}
+    p10 = {arm: percentile(times, 0.1) for arm, times in last.items()}
     return {
         "control_ms": median(last["with"]) - median(last["without"]),
         "control_mean_ms": fmean(last["with"]) - fmean(last["without"]),

@@ -359,7 +359,7 @@ class KVManager:
         return places
 
     def _pages_missing(self, table: PageTable, new_entries: int) -> int:
-        return max(0, -(-(table.kv_len + new_entries) // self.page_size) - len(table.pages))
+        return max(0, self.pages_for(table.kv_len + new_entries) - len(table.pages))
 
     def _must_copy(self, table: PageTable) -> bool:
         index, offset = divmod(table.kv_len, self.page_size)

@@ -81,7 +81,7 @@ def build_app(
     apis = (chat, completions, messages, response_routes, control, partial, prefixes, agent_routes, tenants, models)
     routers = [each.router for each in (*apis, health, metrics, engine_view, admin, openapi)]
     routers += [page.router] if options.page else []
-    for router in routers:
+    for router in routers:  # not included: FastAPI would build every schema again at the first request
         app.router.routes.extend(router.routes)
     app.state.document = openapi.Document(routers, access, {"/v1/messages": MessagesError}, page.ROUTES)
     bodies = {"/v1/messages": messages_error}
