@@ -55,6 +55,16 @@ def test_mass_stays_in_its_box_and_absent_entries_stay_absent() -> None:
     assert far[:2].isfinite().all() and none[:2].isfinite().all()
 
 
+def test_values_of_hundreds_of_entries_are_fitted_by_two_threads() -> None:
+    """MKL's LU with more threads than one fails at such a batch; the product is positive definite anyway."""
+    torch.set_num_threads(2)
+    shares, missing = random(1, 8, 2, 123, 240, seed=40).softmax(-1).float(), random(1, 8, 2, 123, 64, seed=41).float()
+    values, weights = random(1, 8, 2, 240, 64, seed=42).float(), random(1, 8, 2, 123, seed=43).abs().float() + 0.1
+    found = fit.refit_values(shares, missing, values, weights)
+    wanted = fit.refit_values(*(t[0, 0, 0].double() for t in (shares, missing, values, weights)))
+    torch.testing.assert_close(found[0, 0, 0].double(), wanted, atol=2e-2, rtol=0.0)
+
+
 def test_values_equal_a_naive_ridge_solution() -> None:
     shares, missing = random(30, 5, seed=25).softmax(-1), random(30, 3, seed=26)
     values, weights = random(5, 3, seed=27), random(30, seed=28).abs()

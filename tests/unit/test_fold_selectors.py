@@ -96,6 +96,21 @@ def test_single_precision_is_near_double(name: str) -> None:
     torch.testing.assert_close(got[0].double(), wanted[0], atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("name", KEEPING)
+def test_logits_far_below_zero_leave_numbers(name: str) -> None:
+    """Keys of some models have a channel of large numbers, which a softmax does not see."""
+    near = make_segments()
+    keys, queries = near.keys.clone(), near.queries.clone()
+    keys[..., 0], queries[..., 0] = -300.0, 20.0
+    shift = (keys[..., :1, 0] * queries[..., 0] - near.queries[..., 0] * near.keys[..., :1, 0]) * SCALE
+    lse = near.context_lse + shift[..., : near.context_lse.shape[-1]]
+    far = replace(near, keys=keys, queries=queries, context_lse=lse)
+    far = replace(far, **{field: getattr(far, field).float() for field in ("keys", "values", "queries", "context_lse")})
+    output, lse = outputs(far, select(name, far, RAGGED))
+    empty = RAGGED == 0
+    assert output[:, ~empty].isfinite().all() and lse[:, ~empty].isfinite().all()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_heads_do_not_know_each_other(name: str) -> None:
     segments, order = make_segments(), [2, 0, 1]

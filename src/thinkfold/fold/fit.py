@@ -12,7 +12,7 @@ from thinkfold.fold.segments import Pooled, Segments, take
 
 MASS_BOX = (math.exp(-7.0), math.exp(9.0))
 RIDGE = 1e-2
-SWEEPS = 16
+NEWTON_STEPS = 6
 
 
 def stretches(tokens: int, budget: Tensor) -> Tensor:
@@ -37,23 +37,28 @@ def fit_mass(shares: Tensor, target: Tensor, start: Tensor, weights: Tensor, rid
 
     `shares` `[..., R, P]`: exp(q·k_j) over the segment's mass; `target` `[..., R]`: what they must add up to; `start`
     `[..., P]`: first guess of β, and what the ridge pulls to (−inf stays −inf); `weights` `[..., R]`: of the rows.
-    Minimises Σ_i ω_i² (Σ_j s_ij w_j − m_i)² + λ Σ_j (w_j / w⁰_j − 1)² by coordinate descent, β = log w, e^−7 ≤ w ≤ e^9
-    (the mass term of Attention Matching, arXiv 2602.16284, with a log-count start and a wider box).
+    Minimises Σ_i ω_i² (Σ_j s_ij w_j − m_i)² + λ Σ_j (w_j / w⁰_j − 1)², β = log w, e^−7 ≤ w ≤ e^9 (the mass term of
+    Attention Matching, arXiv 2602.16284, with a log-count start and a wider box) by projected Newton steps (Bertsekas,
+    SIAM J. Control Optim. 20, 1982): weights that press against their box are held, the others are solved for. In
+    float64, since the squares of shares are badly conditioned.
     """
+    dtype = start.dtype
+    shares, target, start, weights = shares.double(), target.double(), start.double(), weights.double()
     first = start.exp()
     columns = shares * weights.unsqueeze(-1) * first.unsqueeze(-2)
     gram = columns.transpose(-1, -2) @ columns
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    penalty = ridge * diagonal.mean(-1, keepdim=True) + torch.finfo(shares.dtype).tiny
+    penalty = _damping(gram, ridge)
+    hessian = gram + torch.diag_embed(penalty.expand(first.shape))
     goal = (columns * (target * weights).unsqueeze(-1)).sum(-2) + penalty
     low, high = (bound / first.where(first > 0, 1.0) for bound in MASS_BOX)
-    scaled = torch.ones_like(first)
-    for _ in range(SWEEPS):
-        for j in range(first.shape[-1]):
-            slope = (gram[..., j, :] * scaled).sum(-1) + penalty[..., 0] * scaled[..., j] - goal[..., j]
-            step = slope / (diagonal[..., j] + penalty[..., 0])
-            scaled[..., j] = (scaled[..., j] - step).clamp(low[..., j], high[..., j])
-    return torch.where(first > 0, (first * scaled).log(), -torch.inf)
+    scaled = torch.ones_like(first).clamp(low, high)
+    for _ in range(NEWTON_STEPS):
+        slope = (hessian @ scaled.unsqueeze(-1)).squeeze(-1) - goal
+        held = ((scaled <= low) & (slope > 0)) | ((scaled >= high) & (slope < 0))
+        free = (~held).to(slope)
+        among_free = hessian * free.unsqueeze(-1) * free.unsqueeze(-2) + torch.diag_embed(1.0 - free)
+        scaled = (scaled + _solve(among_free, -(slope * free).unsqueeze(-1)).squeeze(-1)).clamp(low, high)
+    return torch.where(first > 0, (first * scaled).log(), -torch.inf).to(dtype)
 
 
 def refit_values(shares: Tensor, missing: Tensor, values: Tensor, weights: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -65,10 +70,8 @@ def refit_values(shares: Tensor, missing: Tensor, values: Tensor, weights: Tenso
     """
     weighted = shares * weights.unsqueeze(-1)
     gram = weighted.transpose(-1, -2) @ shares
-    size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    damping = (ridge * size).clamp(min=torch.finfo(shares.dtype).tiny ** 0.5)[..., None, None]
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return values + torch.linalg.solve(gram + damping * eye, weighted.transpose(-1, -2) @ missing)
+    damped = gram + torch.diag_embed(_damping(gram, ridge).expand(gram.shape[:-1]))
+    return values + _solve(damped, weighted.transpose(-1, -2) @ missing)
 
 
 def fit_pooled(
@@ -83,6 +86,7 @@ def fit_pooled(
     exact = attention.gather(-1, indices.clamp(min=0).unsqueeze(-2).expand(*attention.shape[:-1], indices.shape[-1]))
     exact = exact.masked_fill((indices < 0).unsqueeze(-2), 0.0)
     pooled = (segments.queries @ keys.transpose(-1, -2) * segments.scale - lse.unsqueeze(-1)).exp()
+    pooled = pooled.masked_fill(start.isneginf().unsqueeze(-2), 0.0)  # padding: its zero key may be beyond floats
     left = (1.0 - exact.sum(-1)).clamp(min=0.0)
     bias = fit_mass(pooled, left, start, _floored(share * (1.0 - share)))
     if not refit:
@@ -114,3 +118,14 @@ def remainder(segments: Segments, exact: Tensor, counts: Tensor) -> Pooled:
 def _floored(weights: Tensor) -> Tensor:
     floor = 0.05 * weights.median(dim=-1, keepdim=True).values
     return weights.maximum(floor).clamp(min=torch.finfo(weights.dtype).eps)
+
+
+def _damping(gram: Tensor, ridge: float) -> Tensor:
+    """`ridge` times the mean of the diagonal, `[..., 1]`; never so small that it is lost in rounding."""
+    size = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    return (ridge * size).clamp(min=torch.finfo(gram.dtype).tiny ** 0.5)
+
+
+def _solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """Positive definite systems by Cholesky; MKL's LU with more threads than one fails for a batch of some 200 rows."""
+    return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
