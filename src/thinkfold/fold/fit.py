@@ -66,12 +66,12 @@ def refit_values(shares: Tensor, missing: Tensor, values: Tensor, weights: Tenso
 
     `shares` `[..., R, P]`: each pooled entry's share of the summary's softmax; `missing` `[..., R, D]`: the output that
     is still wrong with `values`; `weights` `[..., R]` of the rows. The ridge pulls toward `values` (cluster means), not
-    to zero: with few queries an unridged fit blows up.
+    to zero: with few queries an unridged fit blows up. In float64, as the mass.
     """
-    weighted = shares * weights.unsqueeze(-1)
-    gram = weighted.transpose(-1, -2) @ shares
+    shares, weighted = shares.double(), (shares * weights.unsqueeze(-1)).double().transpose(-1, -2)
+    gram = weighted @ shares
     damped = gram + torch.diag_embed(_damping(gram, ridge).expand(gram.shape[:-1]))
-    return values + _solve(damped, weighted.transpose(-1, -2) @ missing)
+    return values + _solve(damped, weighted @ missing.double()).to(values.dtype)
 
 
 def fit_pooled(
