@@ -24,6 +24,7 @@ CASES = [
     Case(2, 3, 64, 16, FOLDED, sinks=(5, 6)),
     Case(2, 8, 128, 8, FOLDED, beta=True, sinks=(0,)),
     Case(3, 1, 8, 8, (Row(1, 8), Row(8, 8), Row(1, 9), Row(9, 9)), window=8),
+    Case(4, 7, 128, 16, (Row(1, 33_000, (600, 0, 16, 40)), Row(1, 9)), sinks=(0,)),
 ]
 INT4 = [
     Case(2, 3, 64, 16, (Row(1, 200, (48, 32)), Row(5, 77, (0, 16)), Row(1, 600), Row(1, 900, (720, 0))), sinks=(5, 6)),

@@ -36,6 +36,7 @@ CASES = [
     (Case(1, 2, 16, 16, (Row(1, 40, (80,)), Row(1, 7)), beta=True, fp8=True, int4=True), torch.float16, 0),
     (Case(1, 7, 128, 16, (Row(1, 40, (304,)), Row(1, 3)), beta=True, int4=True), torch.float16, 0),
     (Case(1, 9, 76, 64, (Row(1, 40, (320,)), Row(2, 9), Row(0, 1)), int4=True), torch.float16, 0),
+    (Case(1, 1, 8, 64, (Row(1, 4_500), Row(1, 3)), sinks=(0,)), torch.float32, 0),  # more splits than one chunk
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 
@@ -64,7 +65,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes what the compiler refuses: masks that are no booleans, casts between sizes."""
     pytest.importorskip("triton")
     kernels = run_alone(__file__, "compile", "0").split()
-    assert kernels == ["store", "merge", "store", *["attend_splits"] * 7]
+    assert kernels == ["store", "merge", "merge", "store", *["attend_splits"] * 7]
 
 
 def compile_kernel(kernel: Any, types: str, ints: str, constants: dict[str, object]) -> None:
@@ -98,12 +99,13 @@ def compile_kernels() -> None:
     compile_kernel(
         store, "*bf16 *bf16 *bf16 *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": False}
     )
-    compile_kernel(
-        merge,
-        "*bf16 *fp32 *fp32 *i32 *i64 *bf16 *fp32 *bf16 *fp32",
-        "num_tokens num_rows num_sunk num_splits layer",
-        {"NUM_HEADS": 6, "HEAD_DIM": 64},
-    )
+    for chunk in (16, 64):
+        compile_kernel(
+            merge,
+            "*bf16 *fp32 *fp32 *i32 *i64 *bf16 *fp32 *bf16 *fp32",
+            "num_tokens num_rows num_sunk num_splits layer",
+            {"NUM_HEADS": 6, "HEAD_DIM": 64, "CHUNK": chunk},
+        )
     compile_kernel(
         store, "*fp16 *fp16 *fp8e4nv *fp16 *i64 *i32 *i32 *i32", ints, {**sizes, "TILE_TOKENS": 4, "FP8": True}
     )

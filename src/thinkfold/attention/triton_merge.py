@@ -8,21 +8,25 @@ import triton
 import triton.language as tl
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-_CHUNK = tl.constexpr(16)
 
 
 @triton.jit
-def _joined(split_out, split_lse, number, num_splits, dims, HEAD_DIM: tl.constexpr):
-    """out `[D]` and LSE (base 2) of query `number` over its splits; 0 and -inf where all are empty."""
+def _joined(split_out, split_lse, number, num_splits, dims, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
+    """out `[D]` and LSE (base 2) of query `number` over its splits; 0 and -inf where all are empty.
+
+    An empty split's out holds anything. It is loaded all the same: to wait for the LSE first would take twice as long.
+    """
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     acc = tl.zeros(dims.shape, tl.float32)
-    for first in range(0, num_splits, _CHUNK):
-        splits = first + tl.arange(0, _CHUNK)
+    for first in range(0, num_splits, CHUNK):
+        splits = first + tl.arange(0, CHUNK)
         at = number * num_splits + splits
-        lse = tl.load(split_lse + at, mask=splits < num_splits, other=-float("inf"))
-        shown = (lse != -float("inf"))[:, None] & (dims[None, :] < HEAD_DIM)
+        there = splits < num_splits
+        lse = tl.load(split_lse + at, mask=there, other=-float("inf"))
+        shown = there[:, None] & (dims[None, :] < HEAD_DIM)
         part = tl.load(split_out + at[:, None] * HEAD_DIM + dims[None, :], mask=shown, other=0.0)
+        part = tl.where((lse != -float("inf"))[:, None], part, 0.0)
         new = tl.maximum(largest, tl.max(lse, 0))
         safe = tl.where(new == -float("inf"), 0.0, new)
         weights = tl.exp2(lse - safe)
@@ -54,8 +58,9 @@ def merge(
     layer,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """A token and a query head; behind the tokens come the sunk ones, whose LSE is joined once more.
+    """A token and a query head, CHUNK splits at a time; behind the tokens come the sunk ones, whose LSE is joined once more.
 
     Tokens past the last row are padding and give 0 and -inf. `NUM_HEADS` counts query heads.
     """
@@ -68,7 +73,7 @@ def merge(
         return
     number = token * NUM_HEADS + head
     splits = tl.where(token < tl.load(cu_seqlens_q + num_rows), num_splits, 0)
-    joined, joined_lse = _joined(split_out, split_lse, number, splits, dims, HEAD_DIM)
+    joined, joined_lse = _joined(split_out, split_lse, number, splits, dims, HEAD_DIM, CHUNK)
     joined_lse *= _LN_2
     inside = dims < HEAD_DIM
     if sunk < 0:

@@ -23,7 +23,7 @@ from thinkfold.attention.triton_store import TILE_FIELDS, store
 
 # Splits are added until a launch has this many programs, about four for each multiprocessor of a large GPU.
 PROGRAMS = 512
-MAX_SPLITS = 64
+MAX_SPLITS = 128
 MAX_SUMMARY_SPLITS = 32  # most rows have no summary or a short one; an empty split costs a program
 LOG2_E = 1 / math.log(2)
 LEAST_DOT = 16  # `tl.dot` takes no smaller dimension
@@ -285,6 +285,7 @@ def _merge(
     """Join the `parts` into `results`, and fill the `sinks` (rows, queries, LSE)."""
     num_tokens, num_heads, head_dim = q.shape
     rows, query_sink, lse_sink = sinks
+    few = shapes.splits <= 16
     kernel: Any = merge
     kernel[(num_tokens + rows.shape[0], num_heads)](
         q,
@@ -301,5 +302,6 @@ def _merge(
         layer,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        num_warps=1 if head_dim <= 128 else 2,
+        CHUNK=16 if few else 64,
+        num_warps=(1 if head_dim <= 128 else 2) * (1 if few else 4),
     )
