@@ -10,7 +10,7 @@ from thinkfold.types import Until
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 client = Client(url)
-question = [{"role": "user", "content": "What is 17 * 24 + 36 * 11?"}]
+question = [{"role": "user", "content": "What is 17 * 24?"}]
 paragraph = Until("paragraph", min_tokens=8, max_tokens=64)
 grown = client.begin(paragraph, messages=question, n=3, temperature=0.8, seed=1, max_tokens=1000)
 for depth in range(1, 13):

@@ -1,4 +1,4 @@
-"""Real servers on real sockets around the real engine: random weights of Pebble's shape, and Pebble itself."""
+"""Real servers on real sockets around the real engine: a small model with random weights, and Pebble itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import openai
 import pytest
 import uvicorn
 
+from tests.small_pebble import small_pebble
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.engine.messages import EngineStats
@@ -19,7 +20,14 @@ from thinkfold.server.access.gate import Access
 from thinkfold.server.app import build_app
 from thinkfold.server.state import ServerOptions
 
-DUMMY = {"load_format": "dummy", "seed": 0, "max_model_len": 2048, "kv_cache_bytes": 64 * 1024 * 1024}
+DUMMY = {
+    "model": small_pebble(),
+    "served_model_name": "pebble",
+    "load_format": "dummy",
+    "seed": 2,
+    "max_model_len": 2048,
+    "kv_cache_bytes": 64 * 1024 * 1024,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.unit.thread_ranks import checkpoint
 from thinkfold.config import EngineConfig
 from thinkfold.engine.async_engine import AsyncEngine
 from thinkfold.llm import collect
 from thinkfold.pebble import pebble_path
 from thinkfold.runner import rng
+from thinkfold.runner.storage import page_bytes
 from thinkfold.types import SamplingParams, ThinkingParams
 
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
@@ -78,31 +80,42 @@ def naive(model, prompt: list[int], params: SamplingParams, branch: int, eos: fr
     return output
 
 
+class Reference:
+    """What a model in a folder draws, each choice once."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._known: dict[tuple[int, int], list[int]] = {}
+
+    def draws(self, number: int, prompt: list[int], branch: int, eos: frozenset[int]) -> list[int]:
+        if (number, branch) not in self._known:
+            self._known[number, branch] = naive(self._model, prompt, PARAMS[number], branch, eos)
+        return self._known[number, branch]
+
+    def page_bytes(self, page_size: int) -> int:
+        config = self._model.config
+        return page_bytes(
+            config.num_hidden_layers, config.num_key_value_heads, page_size, config.head_dim, torch.float32
+        )
+
+
 @pytest.fixture(scope="module")
-def reference():
-    model = AutoModelForCausalLM.from_pretrained(pebble_path(), dtype=torch.float32).eval()
-    expected: dict[tuple[int, int], list[int]] = {}
-
-    def of(number: int, prompt: list[int], branch: int, eos: frozenset[int]) -> list[int]:
-        if (number, branch) not in expected:
-            expected[number, branch] = naive(model, prompt, PARAMS[number], branch, eos)
-        return expected[number, branch]
-
-    return of
+def tiny(tmp_path_factory) -> Reference:
+    """Random weights, which draw from all that the sampler leaves."""
+    return Reference(str(checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", tie_word_embeddings=True)))
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(("pages", "budget", "page_size"), [(400, 512, 16), (8, 11, 16), (15, 3, 8)])
-async def test_tokens_equal_a_naive_loop(reference, depth, pages, budget, page_size):
-    page = page_size * 2 * 2 * 8 * 64 * 4
+async def check(reference: Reference, pages: int, page_size: int, params: list[SamplingParams], **changes) -> None:
+    """The engine draws what the naive loop draws, for all prompts that `pages` hold."""
     config = EngineConfig(
-        kv_cache_bytes=pages * page,
+        model=reference.folder,
+        kv_cache_bytes=pages * reference.page_bytes(page_size),
         page_size=page_size,
-        max_num_batched_tokens=budget,
         max_num_seqs=4,
-        pipeline_depth=depth,
         own_process=False,
         fold_policy="off",
+        **changes,
     )
     engine = await AsyncEngine.start(config)
     try:
@@ -110,13 +123,23 @@ async def test_tokens_equal_a_naive_loop(reference, depth, pages, budget, page_s
         kept = [i for i, p in enumerate(prompts) if len(p) + LENGTH <= engine.model.max_prompt_len]
         assert len(kept) >= 2
 
-        params = [replace(p, max_tokens=LENGTH, ignore_eos=True) for p in PARAMS]
-        results = await asyncio.gather(*(collect(engine, prompts[i], params[i], NO_LIMIT) for i in kept))
+        asked = [replace(p, max_tokens=LENGTH, ignore_eos=True) for p in params]
+        results = await asyncio.gather(*(collect(engine, prompts[i], asked[i], NO_LIMIT) for i in kept))
         assert engine.family is not None
         eos = engine.family.vocabulary.eos_ids
         for i, result in zip(kept, results, strict=True):
             for choice in result.outputs:
-                assert choice.token_ids == reference(i, prompts[i], choice.index, eos), (i, choice.index)
+                assert choice.token_ids == reference.draws(i, prompts[i], choice.index, eos), (i, choice.index)
         assert engine.stats().preemptions > 0 or pages > 7
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("pages", "budget", "page_size"), [(400, 512, 16), (8, 11, 16), (15, 3, 8)])
+async def test_tokens_equal_a_naive_loop(tiny, depth, pages, budget, page_size):
+    await check(tiny, pages, page_size, PARAMS, max_num_batched_tokens=budget, pipeline_depth=depth)
+
+
+async def test_those_of_the_shipped_weights_do_too():
+    await check(Reference(str(pebble_path())), 400, 16, [replace(p, n=1) for p in PARAMS])

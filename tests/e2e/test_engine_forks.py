@@ -13,7 +13,7 @@ from thinkfold.fold.planner import FoldPlanner
 from thinkfold.scheduler.folding import FoldDesk
 from thinkfold.types import FOLD_PROFILES, FoldProfile, RequestOutput, SamplingParams, Until
 
-TOKENS = 200
+TOKENS = 120
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -37,7 +37,8 @@ def test_offline_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     real = thinkfold.LLM
 
     def dummy(model: str, **config: Any) -> Any:
-        return real(model, **{**SHORT, **config})
+        assert model == "pebble"
+        return real(**{**SHORT, **config})
 
     monkeypatch.setattr(sys, "argv", ["offline"])
     monkeypatch.setattr(thinkfold, "LLM", dummy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import httpx
@@ -16,29 +17,34 @@ langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is 
 
 STEPS = 30  # every third one asks the model
 TOTAL, FLOOR = 4000, 256
-ADDED = [(7 * step) % 90 + 10 for step in range(STEPS // 3)]
+FACTORS = [(7 * step) % 8 + 2 for step in range(STEPS // 3)]
 SESSION = {"id": "langgraph", "total_budget": TOTAL}
 
 
 class State(TypedDict):
-    """`sums` are the model's answers, `bills` what each call cost, `left` the session's budget after it."""
+    """`products` are the model's answers, `bills` what each call cost, `left` the session's budget after it."""
 
     question: str
-    sums: list[int]
+    products: list[int]
     bills: list[dict[str, Any]]
     left: list[int]
 
 
+def factors(products: list[int]) -> tuple[int, int]:
+    """Of the next question."""
+    return (products[-1] if products else 0) % 9 + 1, FACTORS[len(products)]
+
+
 def agent(model: Any, session: httpx.Client) -> Any:
-    """Takes the next number, asks the model to add it to its last answer, looks at its budget, and so on."""
+    """Takes the next number, asks the model for a product that hangs on its last answer, looks at its budget."""
 
     def take(state: State) -> dict[str, Any]:
-        return {"question": f"What is {(state['sums'] or [0])[-1]} + {ADDED[len(state['sums'])]}?"}
+        return {"question": "What is {} * {}?".format(*factors(state["products"]))}
 
     def ask(state: State) -> dict[str, Any]:
         reply = model.invoke(state["question"])
         return {
-            "sums": [*state["sums"], int(extract_boxed(reply.text) or -1)],
+            "products": [*state["products"], int(extract_boxed(reply.text) or -1)],
             "bills": [*state["bills"], reply.response_metadata["token_usage"]],
         }
 
@@ -53,7 +59,7 @@ def agent(model: Any, session: httpx.Client) -> Any:
     graph.set_entry_point("take")
     graph.add_edge("take", "ask")
     graph.add_edge("ask", "look")
-    graph.add_conditional_edges("look", lambda state: "take" if len(state["sums"]) < len(ADDED) else graphs.END)
+    graph.add_conditional_edges("look", lambda state: "take" if len(state["products"]) < len(FACTORS) else graphs.END)
     return graph.compile()
 
 
@@ -69,17 +75,20 @@ def test_an_agent_of_30_steps_shares_one_session(pebble: Served) -> None:
     before = pebble.stats()
     with httpx.Client(base_url=pebble.url, timeout=60) as session:
         steps = list(
-            agent(model, session).stream({"sums": [], "bills": [], "left": []}, {"recursion_limit": STEPS + 1})
+            agent(model, session).stream({"products": [], "bills": [], "left": []}, {"recursion_limit": STEPS + 1})
         )
         shown = session.get(f"/v1/thinkfold/sessions/{SESSION['id']}").json()
     after, end = pebble.stats(), steps[-2]["ask"] | steps[-1]["look"]
-    assert len(steps) == STEPS and end["sums"] == [sum(ADDED[: call + 1]) for call in range(len(ADDED))]
+    right = list[int]()
+    for _ in FACTORS:
+        right.append(prod(factors(right)))
+    assert len(steps) == STEPS and end["products"] == right
 
     thinking = [bill["completion_tokens_details"]["reasoning_tokens"] for bill in end["bills"]]
     before_each = [TOTAL, *end["left"]]
-    assert end["left"] == [TOTAL - sum(thinking[: call + 1]) for call in range(len(ADDED))]
+    assert end["left"] == [TOTAL - sum(thinking[: call + 1]) for call in range(len(FACTORS))]
     assert all(0 < spent <= max(FLOOR, left // 2) for spent, left in zip(thinking, before_each, strict=False))
-    assert (shown["calls"], shown["spent"], shown["total_budget"]) == (len(ADDED), sum(thinking), TOTAL)
+    assert (shown["calls"], shown["spent"], shown["total_budget"]) == (len(FACTORS), sum(thinking), TOTAL)
 
     assert after.thinking_tokens - before.thinking_tokens == sum(thinking)
     answers = sum(bill["completion_tokens"] for bill in end["bills"]) - sum(thinking)

@@ -157,7 +157,7 @@ def test_folds_are_told_while_the_response_runs(served: Served, client: openai.O
     body: dict[str, Any] = {
         "model": "pebble", "messages": OPEN, "temperature": 1.0, "seed": 3, "max_tokens": 560,
         "logit_bias": {str(letter): 100, str(newline): 100},  # random weights make blank lines only when pushed
-        "extra_body": {"thinkfold": {"fold": {"policy": "eager", "entries": 16}, "events": True}},
+        "extra_body": {"thinkfold": {"fold": {"policy": "eager", "profile": "pebble", "entries": 16}, "events": True}},
     }  # fmt: skip
     chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     told = [c.thinkfold["fold"] for c in chunks if "fold" in (c.model_extra or {}).get("thinkfold", {})]

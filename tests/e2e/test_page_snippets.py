@@ -6,11 +6,14 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from conftest import Served
 
 from thinkfold.server.access.keys import load_keys
 from thinkfold.server.chat import ChatRequest
@@ -20,10 +23,21 @@ from thinkfold.types import Prices
 from thinkfold.types.limits import Clamp
 
 DOCS = Path(__file__).parents[2] / "docs"
+README = "../README.md"
+ADDRESS = "http://127.0.0.1:8000"
+SUM = re.compile(r"\d+ \* \d+ \+ \d+ \* \d+")  # Pebble thinks about one for some 660 tokens
 
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(program: str, page: str) -> str:
+    """What it prints, asked for an easier sum."""
+    out, names = io.StringIO(), dict[str, Any]()
+    with contextlib.redirect_stdout(out):
+        exec(compile(SUM.sub("3 * 4", program), page, "exec"), names)
+    return out.getvalue().strip()
 
 
 TOLD = {  # what a program of docs/control.md prints; samples are drawn, so numbers may differ
@@ -38,14 +52,33 @@ TOLD = {  # what a program of docs/control.md prints; samples are drawn, so numb
 @pytest.mark.parametrize("word", TOLD)
 def test_the_programs_of_control_run(word: str) -> None:
     (program,) = [block for block in blocks("control.md", "python") if re.search(rf"\b{word}\b", block)]
-    out, names = io.StringIO(), dict[str, Any]()
-    with contextlib.redirect_stdout(out):
-        exec(compile(program, "control.md", "exec"), names)
-    assert re.fullmatch(TOLD[word], out.getvalue().strip()), out.getvalue()
+    told = run(program, "control.md")
+    assert re.fullmatch(TOLD[word], told), told
 
 
 def test_every_program_of_control_is_among_them() -> None:
     assert len(blocks("control.md", "python")) == len(TOLD)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["server", "LLM"])
+def test_the_programs_of_the_readme_run(number: int, pebble: Served) -> None:
+    programs = blocks(README, "python")
+    assert len(programs) == 2 and ADDRESS in programs[0]
+    assert "boxed{12}" in run(programs[number].replace(ADDRESS, pebble.url), "README.md")
+
+
+def test_curl_commands_are_answered(pebble: Served) -> None:
+    pages = [README, *(str(path.relative_to(DOCS)) for path in DOCS.glob("**/*.md"))]
+    text = "\n".join(block for page in pages for block in blocks(page, "sh")).replace("\\\n", " ")
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("curl ")]
+    assert commands
+    for words in commands:
+        url = next(word for word in words if word.startswith(ADDRESS)).replace(ADDRESS, pebble.url)
+        name, value = words[words.index("-H") + 1].split(": ")
+        reply = httpx.post(
+            url, content=SUM.sub("3 * 4", words[words.index("-d") + 1]), headers={name: value}, timeout=120
+        )
+        assert reply.json()["choices"][0]["message"]["reasoning"]
 
 
 def test_bodies_and_files_are_read() -> None:

@@ -24,6 +24,7 @@ import pytest
 from conftest import Served
 
 import thinkfold
+from thinkfold.cli.main import main
 from thinkfold.cli.serve import listen
 
 LONG: dict[str, Any] = {
@@ -296,15 +297,12 @@ def test_a_second_ctrl_c_waits_for_nobody() -> None:
     assert process.returncode == 130, errors
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_thinkfold_serve_from_start_to_signal(how: signal.Signals) -> None:
+def test_thinkfold_serve_from_start_to_signal(capsys: pytest.CaptureFixture[str]) -> None:
     with serve_process("--max-model-len", "512", "--kv-cache-bytes", "16777216") as (process, url):
         assert httpx.get(url.removesuffix("/v1") + "/ready").status_code == 200
-        asked = [sys.executable, "-m", "thinkfold", "ask", "hello", "--url", url]
-        asked += ["--max-tokens", "4", "--depth", "none"]
-        done = subprocess.run(asked, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert "answer tokens" in done.stdout and "\x1b" not in done.stdout
-        process.send_signal(how)
+        assert main(["ask", "hello", "--url", url, "--max-tokens", "4", "--depth", "none"]) == 0
+        told = capsys.readouterr().out
+        assert "answer tokens" in told and "\x1b" not in told
+        process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 0 and "Traceback" not in errors

@@ -10,6 +10,7 @@ from thinkfold import LLM, SamplingParams, ThinkingParams
 from thinkfold.types import ControlParams, RequestOutput, VoteParams, VoteState, parse_control
 
 QUESTION = [{"role": "user", "content": "What is 23 * 47 + 38 * 91 + 12 * 17?"}]
+LENGTH = 350  # no rule looks before 256 tokens
 SURE = {"early_stop": {"confidence": 0.0}}  # the first probe is enough
 
 
@@ -20,7 +21,7 @@ def llm() -> Iterator[LLM]:
 
 
 def ask(llm: LLM, control: ControlParams | None) -> RequestOutput:
-    return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=400), control=control)[0]
+    return llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=LENGTH), control=control)[0]
 
 
 def test_looks_leave_no_trace_and_a_stop_says_which_rule(llm: LLM) -> None:

@@ -62,7 +62,7 @@ def ask(client: httpx.Client, api: str, chat: list[dict[str, str]], salt: str) -
         text = reply["output"][-1]["content"][0]["text"]
         usage = reply["usage"]
         return text, usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
-    thinking = {"type": "adaptive"}
+    thinking = {"type": "enabled", "budget_tokens": SHORT["thinking_token_budget"]}
     reply = client.post("/v1/messages", json={**body, "messages": chat, "max_tokens": 400, "thinking": thinking}).json()
     usage = reply["usage"]
     cached = usage["cache_read_input_tokens"]

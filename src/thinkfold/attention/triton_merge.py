@@ -60,7 +60,7 @@ def merge(
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A token and a query head, CHUNK splits at a time; behind the tokens come the sunk ones, whose LSE is joined once more.
+    """A token and a query head, CHUNK splits at a time; behind the tokens come the sunk ones, whose LSE is joined anew.
 
     Tokens past the last row are padding and give 0 and -inf. `NUM_HEADS` counts query heads.
     """

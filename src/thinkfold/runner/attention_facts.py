@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from thinkfold.runner.loader import LoadedModel
+if TYPE_CHECKING:  # who folds by hand needs no transformers
+    from thinkfold.runner.loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
