@@ -16,6 +16,7 @@ from thinkfold.runner.storage import page_bytes
 from thinkfold.types import FOLD_PROFILES, FoldParams, FoldProfile, SamplingParams, ThinkingParams
 
 NO_LIMIT = ThinkingParams(thinking_token_budget=-1)
+LENGTH = 130
 QUESTIONS = ["What is 12 * 3?", "Name a town. " * 9, "x"]
 THINK = AutoTokenizer.from_pretrained(pebble_path()).convert_tokens_to_ids("<think>")
 PLAIN_BYTES = page_bytes(NUM_LAYERS, 2, 16, 64, torch.float32)  # of a page without room for β
@@ -23,7 +24,7 @@ PLAIN_BYTES = page_bytes(NUM_LAYERS, 2, 16, 64, torch.float32)  # of a page with
 
 @pytest.fixture(scope="module", autouse=True)
 def short_segments():
-    """Numbers that fold a response of 150 tokens several times."""
+    """Numbers that fold a response of this length several times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FOLD_PROFILES, "fine", FoldProfile(48, 16, 12, 16, 8))
         yield
@@ -52,7 +53,7 @@ async def answers(config, *, together, fold=None, n=1):
             sampling = SamplingParams(
                 temperature=0.8,
                 seed=i,
-                max_tokens=150,
+                max_tokens=LENGTH,
                 logprobs=0,
                 ignore_eos=True,
                 n=n,

@@ -13,7 +13,7 @@ from thinkfold.fold.planner import FoldPlanner
 from thinkfold.scheduler.folding import FoldDesk
 from thinkfold.types import FOLD_PROFILES, FoldProfile, RequestOutput, SamplingParams, Until
 
-TOKENS = 120
+TOKENS = 200
 
 
 @pytest.fixture(scope="module", autouse=True)

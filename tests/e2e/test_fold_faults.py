@@ -42,7 +42,7 @@ async def run(**changes):
         end = engine.family.end_token_id
         base = SamplingParams(
             temperature=0.8,
-            max_tokens=150,
+            max_tokens=folds.LENGTH,
             logprobs=0,
             ignore_eos=True,
             forced_tokens=(folds.THINK,),
@@ -101,7 +101,7 @@ async def test_a_fold_for_want_of_memory_that_raises_ends_its_request_only(monke
     assert len(calls) > 2
     (failed,) = [r for r in results if r.error is not None]
     assert "no gain is known" in failed.error
-    assert all(len(r.outputs[0].token_ids) == 150 for r in results if r is not failed)
+    assert all(len(r.outputs[0].token_ids) == folds.LENGTH for r in results if r is not failed)
 
 
 async def test_a_device_that_breaks_in_a_fold_ends_the_engine(monkeypatch):
@@ -110,7 +110,7 @@ async def test_a_device_that_breaks_in_a_fold_ends_the_engine(monkeypatch):
     try:
         end = engine.family.end_token_id
         sampling = SamplingParams(
-            max_tokens=150, ignore_eos=True, forced_tokens=(folds.THINK,), logit_bias={end: -100.0}
+            max_tokens=folds.LENGTH, ignore_eos=True, forced_tokens=(folds.THINK,), logit_bias={end: -100.0}
         )
         with pytest.raises((EngineDeadError, ThinkfoldError)):
             await collect(engine, [5, 6, 7], sampling, folds.NO_LIMIT, fold=FoldParams(policy="eager"))

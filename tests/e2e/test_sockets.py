@@ -24,6 +24,7 @@ import pytest
 from conftest import Served
 
 import thinkfold
+from tests.small_pebble import small_pebble
 from thinkfold.cli.main import main
 from thinkfold.cli.serve import listen
 
@@ -94,7 +95,8 @@ def open_stream(served: Served) -> socket.socket:
 @contextmanager
 def serve_process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`thinkfold serve` with random weights once it is ready, and its URL (with /v1)."""
-    command = [sys.executable, "-m", "thinkfold", "serve", "--port", "0", "--load-format", "dummy", *flags]
+    model = [small_pebble(), "--served-model-name", "pebble", "--load-format", "dummy"]
+    command = [sys.executable, "-m", "thinkfold", "serve", *model, "--port", "0", *flags]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -59,7 +59,7 @@ def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cli_arms, "ask", os._exit)  # called with what it does not take: exit code 1
     monkeypatch.setattr(processes, "PATIENCE", 0.05)
     with pytest.raises(ThinkfoldError, match="exit code 1"):
-        list(cli_arms.measure(accuracy.shards(accuracy.parse(["-n", "2"]), arms(["off"])), arms(["off"])))
+        list(cli_arms.measure(accuracy.shards(accuracy.parse(["-n", "1"]), arms(["off"])), arms(["off"])))
 
 
 def test_rows_are_paired_with_the_first_arm(

@@ -62,6 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
 }
+WINDOWS = ("qwen3", "mistral", "half windowed")  # no layer has one, all have, one has
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +208,11 @@ def flat(requests: list[list[Branch]]) -> list[Branch]:
     return [branch for branches in requests for branch in branches]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("host_pages", [0, 100], ids=["preempted", "swapped"])
+@pytest.mark.parametrize(
+    ("family", "host_pages"),
+    [*((family, 0) for family in FAMILIES), *((family, 100) for family in WINDOWS)],
+    ids=[*(f"{family}-preempted" for family in FAMILIES), *(f"{family}-swapped" for family in WINDOWS)],
+)
 def test_case_43_several_folds_then_forks_preemption_and_swaps(folder: Path, family: str, host_pages: int) -> None:
     case = Case(folder, family, pages=22, host_pages=host_pages)
     eager = policy(FoldMode.EAGER)

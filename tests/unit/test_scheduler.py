@@ -110,17 +110,17 @@ def test_children_without_a_slot_wait_and_then_run():
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_case_40_preemption_loses_and_doubles_nothing(depth, n, caching):
-    """Six requests of 200 tokens in a pool for two and a half of them."""
+    """Six requests of 100 tokens in a pool for two and a half of them."""
     lonely = {}
     for i in range(6):
         scheduler, runner = make(num_pages=400), TokenFunction(token_of)
-        branches = make_branches(i, range(i, i + 12), 200, n=n, seed=i)
+        branches = make_branches(i, range(i, i + 12), 100, n=n, seed=i)
         scheduler.add(branches)
         run_scheduler(scheduler, runner, branches, depth=depth, limit=2000)
         lonely[i] = [b.output_ids for b in branches]
-    pages = int(2.5 * (212 / PAGE))
+    pages = int(2.5 * (112 / PAGE))
     scheduler, runner = make(num_pages=pages, caching=caching), TokenFunction(token_of)
-    groups = [make_branches(i, range(i, i + 12), 200, n=n, order=i, seed=i) for i in range(6)]
+    groups = [make_branches(i, range(i, i + 12), 100, n=n, order=i, seed=i) for i in range(6)]
     for group in groups:
         scheduler.add(group)
     everyone = [b for group in groups for b in group]
