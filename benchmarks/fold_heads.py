@@ -5,7 +5,8 @@ first 4 tokens stay raw, eight stretches of 512 are folded (at 64x one of 4,096)
 are judged: their loss and KL against the full cache, and the loss as a share of what dropping the stretches costs. A
 stretch is folded 256 tokens after its end; half of the queries that judge it come from those tokens, half from the
 whole past, rotated ahead. Texts are docstrings of installed packages; budget tables are calibrated on other files than
-those judged. Arms with `fp8` or `int4` hold as many entries as fill the same bytes as a fold of 16-bit numbers.
+those judged, by attention or, in `default`, `fp8` and `int4`, by error. The latter two hold as many entries as fill the
+same bytes as a fold of 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from torch.nn.functional import kl_div
 from thinkfold.attention.fp8 import dequantise, quantise
 from thinkfold.attention.int4 import Layout as Layout4
 from thinkfold.cli import rows
-from thinkfold.cli.capture import Tape, read, use_tape
+from thinkfold.cli.capture import Tape, output_gradients, read, use_tape
+from thinkfold.cli.error_budget import later_positions, sizes
 from thinkfold.cli.prose import CALIBRATION, JUDGED, load_smollm2, read_ids
 from thinkfold.fold import selectors
-from thinkfold.fold.compaction import CONCLUSION, budget_table, global_counts, importance, segment_share
+from thinkfold.fold.compaction import CONCLUSION, budget_table, global_counts, importance, ranked, segment_share
 from thinkfold.fold.compaction import uniform_budget as uniform
+from thinkfold.fold.head_errors import both_ways, least_error_of_both
 from thinkfold.fold.record import Record
 from thinkfold.fold.segments import Entries, Segments, raw_entries
 from thinkfold.fold.selector import Selector
@@ -44,6 +47,7 @@ HEAD_BLOCK = 16
 AHEAD = (512, 1536)  # how far past queries are rotated ahead of the present
 WHOLE = 64  # the ratio at which all stretches are one
 RATIOS = (2, 4, 8, 16, WHOLE)
+UNIFORM = ""  # a budget without a table
 STORES: dict[str, Callable[[int], float]] = {  # bytes of a number in a head of so many channels, scales included
     "model": lambda dim: 2.0,
     "fp8": lambda dim: 1.0 + 2.0 / dim,
@@ -102,6 +106,9 @@ class Kept:
                 file.write(json.dumps([self._setting, *key, value]) + "\n")
 
 
+Tables = Mapping[tuple[str, int, int, int], tuple[Tensor, Tensor]]  # budget and pooled entries by `Arm.count`
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
     """One text after the model has read it: ids, KV `[L, H, tokens, dim]` and its stretches, by their length."""
@@ -110,24 +117,25 @@ class Text:
     keys: Tensor
     values: Tensor
     segments: dict[int, list[Segments]]
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A selector at a ratio; `table` says whether its budget is the calibrated one, `store` how entries are kept."""
+    """A selector at a ratio; its budget by attention, by error or uniform, and how entries are kept."""
 
     case: str
     selector: Selector
     entries: int
     conclusion: int
-    table: bool
+    table: str
     stretch: int
     store: str = "model"
 
     @property
-    def count(self) -> tuple[int, int, int]:
+    def count(self) -> tuple[str, int, int, int]:
         """What its table is counted for."""
-        return self.stretch, self.entries, self.conclusion
+        return self.table, self.stretch, self.entries, self.conclusion
 
 
 def read_text(model: Any, tape: Tape, ids: Tensor, layout: Layout, seed: int) -> Text:
@@ -138,7 +146,7 @@ def read_text(model: Any, tape: Tape, ids: Tensor, layout: Layout, seed: int) ->
     for tokens in (layout.stretch, layout.whole):
         starts = range(layout.sinks, layout.sinks + layout.whole, tokens)
         cut[tokens] = [cut_segment(record, (start, start + tokens), layout, inv_freq, draw) for start in starts]
-    return Text(ids, record.keys[:, :, : layout.memory], record.values[:, :, : layout.memory], cut)
+    return Text(ids, record.keys[:, :, : layout.memory], record.values[:, :, : layout.memory], cut, record)
 
 
 def cut_segment(
@@ -202,13 +210,13 @@ def loss(logprobs: Tensor, text: Text, layout: Layout) -> float:
 
 
 def all_arms(ratios: Sequence[int], names: Sequence[str], layout: Layout, dim: int) -> list[Arm]:
-    """Every selector under a uniform budget; ours also by the calibrated table, with a conclusion and without, and the
-    latter in fewer bits at equal bytes; all entries in fewer bits; and the floor of dropping, first."""
+    """Every selector under a uniform budget; ours also by a table by attention, with a conclusion and without, and by
+    error (`default`), the latter also in fewer bits at equal bytes; all entries in fewer bits; the floor first."""
     everything = selectors.create("streaming")
-    arms = [Arm("smollm2/drop", selectors.create("drop"), 0, 0, False, layout.stretch)]
+    arms = [Arm("smollm2/drop", selectors.create("drop"), 0, 0, UNIFORM, layout.stretch)]
     if "conclusion_attention" in names:
         arms += [
-            Arm(f"smollm2/all/{s}", everything, layout.stretch, 0, False, layout.stretch, s)
+            Arm(f"smollm2/all/{s}", everything, layout.stretch, 0, UNIFORM, layout.stretch, s)
             for s in STORES
             if s != "model"
         ]
@@ -216,15 +224,16 @@ def all_arms(ratios: Sequence[int], names: Sequence[str], layout: Layout, dim: i
         stretch = layout.whole if ratio == WHOLE else layout.stretch
         entries, case = stretch // ratio, f"smollm2/{ratio}x/{name}"
         if name != "conclusion_attention":
-            arms.append(Arm(case, selectors.create(name), entries, 0, False, stretch))
+            arms.append(Arm(case, selectors.create(name), entries, 0, UNIFORM, stretch))
             continue
         concluding, free = selectors.create(name, conclusion=CONCLUSION), selectors.create(name, conclusion=0)
-        arms.append(Arm(case, concluding, entries, CONCLUSION, True, stretch))
-        arms.append(Arm(f"{case}-uniform", concluding, entries, CONCLUSION, False, stretch))
+        arms.append(Arm(case, concluding, entries, CONCLUSION, "attention", stretch))
+        arms.append(Arm(f"{case}-uniform", concluding, entries, CONCLUSION, UNIFORM, stretch))
+        arms.append(Arm(f"{case}-all_free", free, entries, 0, "attention", stretch))
         for store, numbers in STORES.items():
             more = min(stretch, int(entries * 2 / numbers(dim)))
-            case = f"smollm2/{ratio}x/{name}-all_free" if store == "model" else f"smollm2/{ratio}x/{store}"
-            arms.append(Arm(case, free, more, 0, True, stretch, store))
+            case = f"smollm2/{ratio}x/{'default' if store == 'model' else store}"
+            arms.append(Arm(case, free, more, 0, "error", stretch, store))
     return arms
 
 
@@ -244,26 +253,47 @@ class Bench:
     text: Callable[[str], Text]
     say: Callable[[str], None]
 
-    def calibrate(self, names: Sequence[str], arms: Sequence[Arm]) -> dict[tuple[int, int, int], Tensor]:
-        """Budget tables: what the global choice takes, counted over all stretches of the texts."""
+    def calibrate(self, names: Sequence[str], arms: Sequence[Arm]) -> Tables:
+        """What the global choice takes, counted over all stretches of the texts, or the least error."""
         wanted = {arm.count: arm for arm in arms if arm.table}
         for name in names:
-            missing = [arm for arm in wanted.values() if (name, str(arm.count)) not in self.kept]
-            if not missing:
-                continue
-            text = self.text(name)
-            scores = {stretch: scored(text, stretch) for stretch in {arm.stretch for arm in missing}}
-            for arm in missing:
-                taken = [global_counts(*score, arm.entries, arm.conclusion) for score in scores[arm.stretch]]
-                self.kept.add((name, str(arm.count)), torch.cat(taken).double().mean(0).tolist())
-        return {
-            key: budget_table(
-                torch.tensor([self.kept[name, str(key)] for name in names]), arm.entries, arm.stretch, HEAD_BLOCK
-            )
-            for key, arm in wanted.items()
-        }
+            self._calibrate_on(name, [arm for arm in wanted.values() if (name, _measured(arm)) not in self.kept])
+        return {key: self._table(names, arm) for key, arm in wanted.items()}
 
-    def measure(self, name: str, arms: Sequence[Arm], tables: Mapping[tuple[int, int, int], Tensor]) -> None:
+    def _calibrate_on(self, name: str, missing: Sequence[Arm]) -> None:
+        if not missing:
+            return
+        text = self.text(name)
+        scores = {stretch: scored(text, stretch) for stretch in {arm.stretch for arm in missing}}
+        for arm in missing:
+            if (name, _measured(arm)) in self.kept:  # another arm's, too
+                continue
+            if arm.table == "error":
+                self.kept.add((name, _measured(arm)), self._errors(text, arm.stretch))
+            else:
+                taken = [global_counts(*score, arm.entries, arm.conclusion) for score in scores[arm.stretch]]
+                self.kept.add((name, _measured(arm)), torch.cat(taken).double().mean(0).tolist())
+
+    def _errors(self, text: Text, stretch: int) -> list[Any]:
+        """Errors of query heads, summed over stretches, and the squared gradients by their outputs."""
+        errors, ids = torch.zeros(()), text.ids.tolist()
+        for number, segments in enumerate(text.segments[stretch]):
+            end = self.layout.sinks + (number + 1) * stretch
+            later = later_positions(end + self.layout.recent, self.layout.total)
+            order = ranked(importance(segments))[0]
+            errors = errors + both_ways(segments, order, text.record.future(later), sizes(stretch, 0))
+        slopes = output_gradients(self.model, self.tape, text.record, ids, self.layout.judged)
+        return [errors.tolist(), slopes.tolist()]
+
+    def _table(self, names: Sequence[str], arm: Arm) -> tuple[Tensor, Tensor]:
+        found = [self.kept[name, _measured(arm)] for name in names]
+        if arm.table == "attention":
+            table = budget_table(torch.tensor(found), arm.entries, arm.stretch, HEAD_BLOCK)
+            return table, torch.zeros_like(table)
+        errors, slopes = (torch.tensor([one[part] for one in found]).sum(0) for part in (0, 1))
+        return least_error_of_both((errors * slopes.unsqueeze(-1)).sum(3), sizes(arm.stretch, 0), arm.entries)
+
+    def measure(self, name: str, arms: Sequence[Arm], tables: Tables) -> None:
         """(ΔNLL, KL) of every arm on a text."""
         missing = [arm for arm in arms if (name, arm.case) not in self.kept]
         if not missing:
@@ -272,7 +302,9 @@ class Bench:
         full = judge(self.model, self.tape, text, memory_of(text, None, self.layout), self.layout)
         reference, shape = loss(full, text, self.layout), text.keys.shape[:2]
         for arm in missing:
-            budget = tables[arm.count] if arm.table else uniform(*shape, arm.entries)
+            budget, mass = tables[arm.count] if arm.table else (uniform(*shape, arm.entries), None)
+            if mass is not None and mass.any():
+                arm = replace(arm, selector=replace(arm.selector, mass=mass.flatten().tolist()))
             memory = memory_of(text, summaries_of(text, arm, budget), self.layout)
             folded = judge(self.model, self.tape, text, memory, self.layout)
             kl = kl_div(folded, full, reduction="batchmean", log_target=True).item()
@@ -283,6 +315,11 @@ class Bench:
     def found(self, names: Sequence[str], arm: Arm) -> dict[str, tuple[float, float]]:
         """(ΔNLL, KL) of an arm by text, of those that have been measured."""
         return {name: self.kept[name, arm.case] for name in names if (name, arm.case) in self.kept}
+
+
+def _measured(arm: Arm) -> str:
+    """What is measured of a text for an arm's table, under which name."""
+    return f"both errors {arm.stretch}" if arm.table == "error" else str((arm.stretch, arm.entries, arm.conclusion))
 
 
 def metrics(of_arm: Mapping[str, tuple[float, float]], of_drop: Mapping[str, tuple[float, float]]) -> dict[str, float]:

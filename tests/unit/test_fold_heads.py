@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from thinkfold.cli import bench
-from thinkfold.cli.capture import IMPLEMENTATION
+from thinkfold.cli.capture import IMPLEMENTATION, output_gradients
 from thinkfold.cli.prose import docstrings
 from thinkfold.fold import selectors
 from thinkfold.fold.compaction import uniform_budget
@@ -56,7 +56,7 @@ def judged(model: Any, read: Any, summaries: Any) -> torch.Tensor:
 
 
 def make_arm(name: str, entries: int, **changes: Any) -> Any:
-    return replace(fold.Arm(name, selectors.create(name), entries, 0, False, LAYOUT.stretch), **changes)
+    return replace(fold.Arm(name, selectors.create(name), entries, 0, fold.UNIFORM, LAYOUT.stretch), **changes)
 
 
 def made(read: Any, arm: Any) -> Any:
@@ -104,6 +104,30 @@ def test_no_query_has_seen_what_comes_after_the_fold(model: Any, read: Any, ids:
     assert not torch.allclose(other.segments[LAYOUT.stretch][1].queries, read[1].segments[LAYOUT.stretch][1].queries)
 
 
+def test_gradients_by_outputs_are_those_of_a_run_over_the_whole_text(model: Any, read: Any, ids: torch.Tensor) -> None:
+    tape, text = read
+    found = output_gradients(model, tape, text.record, ids.tolist(), LAYOUT.judged)
+    seen: list[torch.Tensor] = []
+
+    def watch(module: Any, inputs: tuple[torch.Tensor]) -> None:
+        inputs[0].retain_grad()
+        seen.append(inputs[0])
+
+    hooks = [layer.self_attn.o_proj.register_forward_pre_hook(watch) for layer in model.model.layers]
+    model.set_attn_implementation("eager")
+    first = LAYOUT.memory
+    model(
+        ids[None], use_cache=False, labels=ids[None].clone().index_fill_(1, torch.arange(first + 1), -100)
+    ).loss.backward()
+    model.set_attn_implementation(IMPLEMENTATION)
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    grads = torch.stack([outputs.grad[0, first:] for outputs in seen if outputs.grad is not None])
+    wanted = (grads * (LAYOUT.judged - 1)).unflatten(-1, (3, 2, 8)).square().sum(-1).mean(1)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
+
+
 def bench_of(model: Any, read: Any, kept: Any) -> Any:
     return fold.Bench(model, read[0], LAYOUT, kept, lambda name: read[1], lambda line: None)
 
@@ -114,7 +138,7 @@ def test_tables_hold_the_same_bytes_as_uniform_budgets(model: Any, read: Any) ->
     entries = {"model": 16, "fp8": int(16 * 2 / 1.25), "int4": int(16 * 2 / 0.671875)}
     assert entries["int4"] > LAYOUT.stretch, "fewer bits than the ratio needs: all are kept"
     for store, wanted in entries.items():
-        table = tables[LAYOUT.stretch, min(wanted, LAYOUT.stretch), 0]
+        table, _ = tables["error", LAYOUT.stretch, min(wanted, LAYOUT.stretch), 0]
         assert int(table.sum()) == min(wanted, LAYOUT.stretch) * 6 // fold.HEAD_BLOCK * fold.HEAD_BLOCK, store
 
 
@@ -123,7 +147,9 @@ def test_every_selector_is_an_arm_at_every_ratio() -> None:
     cases = {arm.case: arm for arm in arms}
     assert len(cases) == len(arms) and arms[0].case == "smollm2/drop"
     kept = set(selectors.names()) - {"drop"}
-    assert {f"smollm2/{ratio}x/{name}" for ratio in (4, 8, 64) for name in (*kept, "fp8", "int4")} <= set(cases)
+    assert {f"smollm2/{ratio}x/{name}" for ratio in (4, 8, 64) for name in (*kept, "default", "fp8", "int4")} <= set(
+        cases
+    )
     sizes = {
         case: (cases[f"smollm2/{case}"].stretch, cases[f"smollm2/{case}"].entries) for case in ("8x/snap", "64x/snap")
     }

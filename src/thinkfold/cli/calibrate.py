@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from thinkfold.engine.language import Language
 
 OFFSET = 1_000_000  # of the first problem, so that no problem of an eval is among them
-QUERIES = 64  # positions after a span, and as many of its past, that judge it
 FEWEST_TOKENS = 1024  # of a text
 FAVOUR = 0.05  # of attention in a table by loss: what a few texts did not ask for, another one may
 
@@ -50,9 +49,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--by",
-        choices=["loss", "attention"],
-        default="loss",
-        help="what a head's need is: the fall of the loss when it gets back what folds took (default), or attention",
+        choices=["error", "loss", "attention"],
+        help="what a head's need is: how wrong its output gets, weighed by what that does to the loss (default for "
+        "--texts), what the loss falls by when it gets back what folds took (default for answers), or attention",
     )
     parser.add_argument("--max-tokens", type=int, default=8192, help="of a text or an answer (default: 8192)")
     parser.add_argument("--device", default="auto")
@@ -80,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     language = load_language(_config(args))
     if args.conclusion is None:
         args.conclusion = CONCLUSION if language.family else 0
+    args.by = args.by or ("error" if args.texts else "loss")
     _check(args, entries, policy)
     samples = _texts(args, policy) if args.texts else _answers(args, policy, language)
     if not any(sample.spans for sample in samples):
@@ -106,30 +106,34 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What heads get `[layers][kv_heads]`, mean 1, who has pooled entries (empty: none), and the number of spans."""
+    """What heads get `[layers][kv_heads]`, the number of spans, and who has pooled entries (empty: none)."""
 
     weights: list[list[float]]
-    mass: list[list[int]]
     folds: int
+    mass: list[list[int]] = field(default_factory=list)
 
 
 def weigh(args: argparse.Namespace, samples: Sequence[Sample], entries: int) -> Table:
     """A table for all heads.
 
+    By error: the table whose errors add up to the least (`error_budget`).
     By loss: what the loss falls by when a head that keeps only conclusions gets its tokens back, and a share of
     `FAVOUR` by attention. Attention alone says where a head looks, not whether anything hangs on it; the loss alone
     says 0 of a head that no text at hand has tried.
     """
+    from thinkfold.cli.error_budget import error_budget
     from thinkfold.cli.sensitivity import search
 
     model, inv_freq = _load(args)
+    if args.by == "error":
+        return Table(*error_budget(model, inv_freq, samples, entries, args.conclusion))
     counts, texts = survey(model, inv_freq, samples, entries, args.conclusion)
     folds = sum(len(text.spans) for text in texts)
     if args.by == "attention":
-        return Table(counts, [], folds)
+        return Table(counts, folds)
     needs = search(model, texts, args.conclusion)
     weights = blend(needs.relief.tolist(), counts, FAVOUR)
-    return Table(weights, needs.mass.int().tolist() if needs.mass.any() else [], folds)
+    return Table(weights, folds, needs.mass.int().tolist() if needs.mass.any() else [])
 
 
 def survey(
@@ -143,22 +147,18 @@ def survey(
     from tqdm import tqdm
 
     from thinkfold.cli.capture import read, use_tape
+    from thinkfold.cli.error_budget import cut
     from thinkfold.cli.sensitivity import Text
     from thinkfold.fold.compaction import choose, global_counts, importance, segment_share, uniform_budget
     from thinkfold.fold.fit import remainder
     from thinkfold.fold.segments import Entries
-    from thinkfold.runner.fold_queries import AHEAD
 
     tape, won, texts = use_tape(model), torch.zeros(()), []
     for sample in tqdm(samples, unit="text", file=sys.stderr):
         record, pooled = read(model, tape, sample.ids), []
         layers, heads = record.keys.shape[:2]
         for span in sample.spans:
-            now = min(span.due, len(sample.ids))
-            late = torch.linspace(span.end, now - 1, min(QUERIES, now - span.end)).long()
-            past = torch.linspace(0, span.end - 1, QUERIES).long()
-            segments = record.segment(span.start, span.end, now, late, past, AHEAD, inv_freq)
-            segments = replace(segments, ends=span.ends)
+            segments = cut(record, span, inv_freq)
             size = min(entries, span.tokens)
             first = min(conclusion, size)
             scores = importance(segments)

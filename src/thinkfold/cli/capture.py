@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from thinkfold.fold.record import Record
-from thinkfold.fold.segments import Entries
+from thinkfold.fold.segments import Entries, raw_entries
 
 IMPLEMENTATION = "thinkfold_capture"
 
@@ -21,10 +21,11 @@ IMPLEMENTATION = "thinkfold_capture"
 class Tape:
     """The attention of a model: causal over the tokens at hand and over `memory`, one item a layer, where it is set.
 
-    What passes is kept until `take`.
+    What passes is kept until `take`. A list in `outputs` gets those of all layers, which keep their gradients.
     """
 
     memory: Sequence[Entries] | None = None
+    outputs: list[Tensor] | None = None  # [1, tokens, heads, dim] each
     _queries: list[Tensor] = field(default_factory=list)
     _keys: list[Tensor] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Tape:
             out = scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self._scale, enable_gqa=group > 1
             )
-            return out.transpose(1, 2), None
+            return self._seen(out.transpose(1, 2)), None
         count = query.shape[2]
         bias = torch.full((count, count), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
         if window:
@@ -59,7 +60,13 @@ class Tape:
         out = scaled_dot_product_attention(
             query, key, value, attn_mask=bias[None], scale=self._scale, enable_gqa=group > 1
         )
-        return out.transpose(1, 2), None
+        return self._seen(out.transpose(1, 2)), None
+
+    def _seen(self, out: Tensor) -> Tensor:
+        if self.outputs is not None:
+            out.retain_grad() if out.requires_grad else out.requires_grad_()
+            self.outputs.append(out)
+        return out
 
     def take(self) -> Record:
         """What has passed since the last call, in fp32."""
@@ -84,3 +91,23 @@ def read(model: Any, tape: Tape, ids: Sequence[int]) -> Record:
     tape.memory = None
     model.base_model(torch.tensor([list(ids)], device=model.device), use_cache=False)
     return tape.take()
+
+
+def output_gradients(model: Any, tape: Tape, record: Record, ids: Sequence[int], last: int) -> Tensor:
+    """Mean squared gradient of the loss of the `last` tokens of a text by the attention output of each query head.
+
+    `record` holds all of the text; returns `[L, H, group]`, of the squared norm over head_dim, a token's on average.
+    """
+    first = len(ids) - last
+    past = (record.keys[:, :, :first].to(model.dtype), record.values[:, :, :first].to(model.dtype))
+    tape.memory = [raw_entries(keys, values) for keys, values in zip(*past, strict=True)]
+    tape.outputs = outputs = []
+    tokens = torch.tensor([list(ids[first:])], device=model.device)
+    with torch.enable_grad():
+        positions = torch.arange(first, len(ids), device=model.device)[None]
+        logits = model(tokens, position_ids=positions, use_cache=False).logits[0, :-1].float()
+        cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
+    tape.outputs = tape.memory = None
+    tape.take()
+    squares = torch.stack([out.grad[0].float().square().sum(-1).mean(0) for out in outputs if out.grad is not None])
+    return squares.unflatten(1, (record.keys.shape[1], -1))

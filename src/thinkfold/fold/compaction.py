@@ -69,14 +69,19 @@ def choose(scores: Tensor, budget: Tensor, conclusion: int = 0, ends: Sequence[i
     `ends` as in `Segments`; of a conclusion only what lies inside the segment is meant. Returns indices
     `[F, L, H, max(budget)]`, ascending, then −1. Among equals the newest wins.
     """
-    tokens = scores.shape[-1]
-    order = tokens - 1 - _protect(scores, conclusion, ends).flip(-1).argsort(dim=-1, descending=True, stable=True)
+    tokens, order = scores.shape[-1], ranked(scores, conclusion, ends)
     width = int(budget.max())
     if scores.is_cuda and not budget.is_cuda:
         budget = budget.pin_memory()  # else the host would wait for all that the device has yet to do
     absent = torch.arange(width, device=scores.device) >= budget.to(scores.device, non_blocking=True).unsqueeze(-1)
     chosen = order[..., :width].masked_fill(absent, tokens).sort(-1).values
     return chosen.masked_fill(chosen == tokens, -1)
+
+
+def ranked(scores: Tensor, conclusion: int = 0, ends: Sequence[int] | None = None) -> Tensor:
+    """Tokens `[F, L, H, T]` in the order in which `choose` takes them."""
+    newest_first = _protect(scores, conclusion, ends).flip(-1)
+    return scores.shape[-1] - 1 - newest_first.argsort(dim=-1, descending=True, stable=True)
 
 
 def global_counts(scores: Tensor, share: Tensor, entries: int, conclusion: int = 0) -> Tensor:

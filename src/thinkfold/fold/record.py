@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinkfold.fold.compaction import rotate
+from thinkfold.fold.head_errors import Future
 from thinkfold.fold.segments import Segments
 
 
@@ -44,3 +45,14 @@ class Record:
         )
         raw = (self.keys[None, :, :, start:end], self.values[None, :, :, start:end])
         return Segments(*raw, rows[None], lse[None], late=len(late), group=group, scale=self.scale)
+
+    def future(self, positions: Tensor) -> Future:
+        """The queries at `positions` `[n]`, and what they read from everything up to there."""
+        positions = positions.to(self.keys.device)
+        hidden = torch.arange(self.keys.shape[2], device=self.keys.device) > positions.unsqueeze(-1)
+        queries, outputs, lses = self.queries[:, :, :, positions], [], []
+        for rows, keys, values in zip(queries, self.keys, self.values, strict=True):
+            logits = (rows @ keys.unsqueeze(1).transpose(-1, -2) * self.scale).masked_fill_(hidden, -torch.inf)
+            lses.append(logits.logsumexp(-1))
+            outputs.append((logits - lses[-1].unsqueeze(-1)).exp() @ values.unsqueeze(1))
+        return Future(queries, torch.stack(outputs), torch.stack(lses))
