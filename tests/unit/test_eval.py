@@ -247,12 +247,34 @@ def test_the_same_policy_twice_is_the_noise_floor(
     assert rows[1]["metrics"]["diff_points"] == 0.0
 
 
+def test_engines_are_compared_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_questions(tmp_path / "q.jsonl", ("a", "1"))
+    configs: list[Any] = []
+
+    async def start(config: Any) -> FakeEngine:
+        configs.append(config)
+        return FakeEngine({"a": ["\\boxed{1}" if config.kv_cache_dtype == "model" else "\\boxed{2}"]})
+
+    monkeypatch.setattr(async_engine.AsyncEngine, "start", start)
+    words = ["--data", str(path), "--json", "--no-record", "--fold", "eager"]
+    args = parse(*words, "--compare", "kv_cache_dtype=model,fp8_e4m3")
+    assert args.run(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [config.kv_cache_dtype for config in configs] == ["model", "fp8_e4m3"]
+    assert [row["case"] for row in rows] == ["q/model", "q/fp8_e4m3"] and "kv_cache_dtype fp8_e4m3" in lines
+    assert (rows[1]["metrics"]["b"], rows[1]["metrics"]["diff_points"]) == (1, -100.0)
+
+
 @pytest.mark.parametrize(
     "words",
     [
         ["-n", "0"], ["--offset", "-1"], ["--samples", "4"], ["--concurrency", "0"], ["--temperature", "nan"],
         ["--fold-entries", "-1"], ["--compare", "fold=off"], ["--compare", "fold=off,on"],
-        ["--compare", "gate=0,1"], ["--compare", "fold=off,eager", "--fold", "off"],
+        ["--compare", "gate=0,1"], ["--compare", "kv_cache_dtype=model,fp4"], ["--compare", "fold_storage=int4"],
+        ["--compare", "fold=off,eager", "--fold", "off"],
         ["--compare", "fold=off,eager", "--samples", "2", "--temperature", "1"],
     ],
 )  # fmt: skip

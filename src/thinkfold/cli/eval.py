@@ -7,7 +7,9 @@ import asyncio
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,10 +19,10 @@ from thinkfold.cli.fold_flags import add_fold_flags, fold_params
 from thinkfold.config import EngineConfig
 from thinkfold.errors import ParameterError
 from thinkfold.pebble import SUITES
-from thinkfold.types import UNLIMITED, FoldMode, FoldParams, SamplingParams, ThinkingParams
+from thinkfold.types import UNLIMITED, FoldParams, SamplingParams, ThinkingParams
 
 DEFAULT_QUESTIONS = 200
-_COMPARE = re.compile(r"fold=({0}),({0})".format("|".join(FoldMode)))
+_COMPARE = re.compile(r"(fold|kv_cache_dtype|fold_storage)=(\w+),(\w+)")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,8 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--compare",
-        metavar="fold=A,B",
-        help="answer the questions with policy A, then with B (off, pressure, eager), and compare them in pairs",
+        metavar="NAME=A,B",
+        help="answer the questions with A, then with B, and compare them in pairs: of fold (off, pressure, eager), "
+        "kv_cache_dtype or fold_storage",
     )
     parser.add_argument("--concurrency", type=int, default=32, help="sequences that run at the same time")
     parser.add_argument("--device", default="auto")
@@ -56,6 +59,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--no-record", action="store_true", help="do not append the row to benchmarks/results")
     add_fold_flags(parser)
     parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to answer: what to print of it, how requests fold, and how the engine differs from the others'."""
+
+    title: str
+    fold: FoldParams
+    engine: dict[str, str] = field(default_factory=dict)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         else evaluation.file_questions(args.data, args.n, args.offset)
     )
     measured = asyncio.run(_evaluate(args, questions, list(arms.values())))
-    reports = [_report(args, name, *arm) for name, arm in zip(arms, measured, strict=True)]
+    reports = [_report(args, name, arms[name].title, *found) for name, found in zip(arms, measured, strict=True)]
     if args.compare:
         from thinkfold.cli.paired import compare
 
@@ -88,23 +100,31 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(metrics["errors"] for metrics in reports) else 0
 
 
-def _arms(args: argparse.Namespace) -> dict[str, FoldParams]:
-    """What to run by the name of the arm; a single arm that names no policy has no name."""
+def _arms(args: argparse.Namespace) -> dict[str, Arm]:
+    """What to run by its name in rows; a single arm that names no policy has no name. Raises ParameterError."""
+    asked = fold_params(args)
     if args.compare is None:
-        return {args.fold_policy or "": fold_params(args)}
-    if args.fold_policy is not None:
+        policy = args.fold_policy or ""
+        return {policy: Arm(policy and f"fold {policy}", asked)}
+    found = _COMPARE.fullmatch(args.compare)
+    if found is None:
+        known = "fold, kv_cache_dtype or fold_storage"
+        raise ParameterError("compare", f"must be NAME=A,B with NAME {known}, got {args.compare!r:.60}")
+    name, *values = found.groups()
+    if name == "fold" and args.fold_policy is not None:
         raise ParameterError("compare", "names the policies; --fold does so, too")
     if args.samples > 1:
         raise ParameterError("compare", "pairs one sample of each question; --samples asks for more")
-    found = _COMPARE.fullmatch(args.compare)
-    if found is None:
-        raise ParameterError("compare", f"must be fold=A,B with A and B of {', '.join(FoldMode)}, got {args.compare!r}")
-    first, second = found.groups()
-    asked = fold_params(args)
-    return {first: replace(asked, policy=first), second if second != first else "aa": replace(asked, policy=second)}
+    arms = (
+        Arm(f"{name} {value}", replace(asked, policy=value))
+        if name == "fold"
+        else Arm(f"{name} {value}", asked, {name: value})
+        for value in values
+    )
+    return dict(zip((values[0], "aa" if values[0] == values[1] else values[1]), arms, strict=True))
 
 
-def _report(args: argparse.Namespace, name: str, results: list, seconds: float) -> dict[str, float]:
+def _report(args: argparse.Namespace, name: str, title: str, results: list, seconds: float) -> dict[str, float]:
     """Write and print what one arm did; its metrics."""
     from thinkfold.cli import evaluation
 
@@ -112,8 +132,8 @@ def _report(args: argparse.Namespace, name: str, results: list, seconds: float) 
     if args.out:
         path = args.out.with_stem(f"{args.out.stem}-{name}") if args.compare else args.out
         evaluation.write_results(path, results)
-    if name:
-        print(f"fold {name}")
+    if title:
+        print(title)
     _print_table({**evaluation.by_task(results), "all": results}, measured)
     return measured
 
@@ -141,8 +161,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ParameterError("samples", "more than one sample needs a temperature above 0")
 
 
-async def _evaluate(args: argparse.Namespace, questions: list, folds: list[FoldParams]) -> list[tuple[list, float]]:
-    """Results and seconds of each arm, all on one engine."""
+async def _evaluate(args: argparse.Namespace, questions: list, arms: list[Arm]) -> list[tuple[list, float]]:
+    """Results and seconds of each arm, all on one engine if that is the same for all."""
     from thinkfold.engine.async_engine import AsyncEngine
 
     in_flight = 2 * args.concurrency  # a finished sequence finds the next one waiting
@@ -162,11 +182,16 @@ async def _evaluate(args: argparse.Namespace, questions: list, folds: list[FoldP
         max_num_seqs=args.concurrency,
         max_waiting=in_flight * args.samples,
     )
-    engine = await AsyncEngine.start(config)
-    try:
-        return [await _ask_all(engine, questions, sampling, thinking, fold, in_flight) for fold in folds]
-    finally:
-        await engine.stop()
+    engines = [replace(config, **arm.engine) for arm in arms]  # what an engine refuses is refused before any starts
+    measured = []
+    for own, alike in groupby(zip(engines, arms, strict=True), key=itemgetter(0)):
+        engine = await AsyncEngine.start(own)
+        try:
+            for _, arm in alike:
+                measured.append(await _ask_all(engine, questions, sampling, thinking, arm.fold, in_flight))
+        finally:
+            await engine.stop()
+    return measured
 
 
 async def _ask_all(
