@@ -264,7 +264,7 @@ class Bench:
         if not missing:
             return
         text = self.text(name)
-        scores = {stretch: scored(text, stretch) for stretch in {arm.stretch for arm in missing}}
+        scores = {s: scored(text, s) for s in {arm.stretch for arm in missing if arm.table == "attention"}}
         for arm in missing:
             if (name, _measured(arm)) in self.kept:  # another arm's, too
                 continue

@@ -264,7 +264,8 @@ def test_engines_are_compared_one_after_the_other(
     lines = capsys.readouterr().out.splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     assert [config.kv_cache_dtype for config in configs] == ["model", "fp8_e4m3"]
-    assert [row["case"] for row in rows] == ["q/model", "q/fp8_e4m3"] and "kv_cache_dtype fp8_e4m3" in lines
+    assert [row["case"] for row in rows] == ["q/kv_cache_dtype=model", "q/kv_cache_dtype=fp8_e4m3"]
+    assert "kv_cache_dtype fp8_e4m3" in lines
     assert (rows[1]["metrics"]["b"], rows[1]["metrics"]["diff_points"]) == (1, -100.0)
 
 

@@ -115,13 +115,12 @@ def _arms(args: argparse.Namespace) -> dict[str, Arm]:
         raise ParameterError("compare", "names the policies; --fold does so, too")
     if args.samples > 1:
         raise ParameterError("compare", "pairs one sample of each question; --samples asks for more")
-    arms = (
-        Arm(f"{name} {value}", replace(asked, policy=value))
-        if name == "fold"
-        else Arm(f"{name} {value}", asked, {name: value})
-        for value in values
-    )
-    return dict(zip((values[0], "aa" if values[0] == values[1] else values[1]), arms, strict=True))
+    if name == "fold":
+        arms = [(value, Arm(f"fold {value}", replace(asked, policy=value))) for value in values]
+    else:
+        arms = [(f"{name}={value}", Arm(f"{name} {value}", asked, {name: value})) for value in values]
+    (first, reference), (second, other) = arms
+    return {first: reference, "aa" if second == first else second: other}
 
 
 def _report(args: argparse.Namespace, name: str, title: str, results: list, seconds: float) -> dict[str, float]:
